@@ -1,37 +1,40 @@
 """A run that is started again and again: its attempts, the moments at which one can be killed, and what is left.
 
-Everything of an attempt is found by a mark that its processes inherit; see `processes`.
+All processes of an attempt are found by a mark in their environment (Linux), wherever they went.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import processes
 from benchmarks.command import one_thread, train_command
 from benchmarks.lineage import read_log
 from benchmarks.small_tasks import WITNESS_FOLDER
 
+MARK = "STORMO_BENCHMARK_ATTEMPT"
 MOMENTS = ("start-up", "training", "training", "saving", "validation")
 NUM_SAMPLES, GLOBAL_BATCH_SIZE, CHECKPOINT_EVERY = 201, 32, 3
 STEPS_PER_EPOCH = math.ceil(NUM_SAMPLES / GLOBAL_BATCH_SIZE)
 
 _POLL_S = 0.002
-_GRACE_S = 20.0  # for what a kill left to end by itself
+_GRACE_S = 20.0  # for the processes that a kill left to end
 _STUCK_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """What was killed, when, and how the run went on."""
+    """What was killed, when, and what it left."""
 
     target: str
     moment: str
@@ -95,13 +98,14 @@ class Attempt:
         self.log_folder.mkdir()
         self.output = run.folder / f"{run.name}-output-{self.number}.txt"
         # As in a batch script: the first attempt finds nothing to resume and begins.
-        words = [*run.flags, "--num-gpus", str(num_workers), "--runs-folder", str(run.folder), "--run-name", run.name]
+        arguments = [*run.flags, "--num-gpus", str(num_workers), "--resume"]
+        arguments += ["--runs-folder", str(run.folder), "--run-name", run.name]
         self._unpublished_before = run.unpublished()
         self.began_s = time.monotonic()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                train_command(*words, "--resume"),
-                env=one_thread({processes.MARK: self.mark, WITNESS_FOLDER: str(self.log_folder)}),
+                train_command(*arguments),
+                env=one_thread({MARK: self.mark, WITNESS_FOLDER: str(self.log_folder)}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -142,8 +146,8 @@ class Attempt:
         return self.process.poll() is None
 
     def kill(self, target: str, moment: str) -> Kill:
-        """SIGKILL, then wait for everything that is left to end by itself."""
-        workers = processes.workers_of(self.process.pid, self.mark)
+        """SIGKILL, then wait for all processes that are left to end."""
+        workers = workers_of(self.process.pid, self.mark)
         rank = int(target.partition(" ")[2]) if target.startswith("rank") else None
         if rank is not None and rank not in workers:
             rank, target = None, "agent"  # it has not been started yet
@@ -151,13 +155,13 @@ class Attempt:
             victims = [workers[rank]]
         else:
             victims = [self.process.pid, *(workers.values() if target == "all" else ())]
-        processes.kill(victims)
+        kill_all(victims)
         killed_s = time.monotonic()
         self._wait(lambda: self.process.poll() is not None)
-        left = processes.wait_until_gone(self.mark, _GRACE_S)
+        left = wait_until_gone(self.mark, _GRACE_S)
         gone_after_s = time.monotonic() - killed_s
-        processes.kill(left)
-        if left and processes.wait_until_gone(self.mark, _GRACE_S):
+        kill_all(left)
+        if left and wait_until_gone(self.mark, _GRACE_S):
             sys.exit(f"attempt {self.number} left processes that cannot be ended: {sorted(left)}")
         if self.process.returncode == 0:
             sys.exit(f"attempt {self.number} was killed ({target}) and still reports success")
@@ -179,8 +183,57 @@ class Attempt:
         deadline_s = time.monotonic() + _STUCK_S
         while not is_reached() and self.process.poll() is None:
             if time.monotonic() > deadline_s:
-                processes.kill(processes.marked(self.mark))
+                kill_all(marked(self.mark))
                 sys.exit(
                     f"attempt {self.number} made no progress for {_STUCK_S:g} s:\n{self.output.read_text()[-4000:]}"
                 )
             time.sleep(_POLL_S)
+
+
+def marked(mark: str) -> set[int]:
+    """The living processes that carry the mark; zombies have no environment and do not count."""
+    wanted = f"{MARK}={mark}".encode()
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and wanted in _environment(int(folder.name)):
+            found.add(int(folder.name))
+    return found
+
+
+def workers_of(agent_pid: int, mark: str) -> dict[int, int]:
+    """Rank to process id of the workers that an agent has started so far."""
+    found = {}
+    for pid in marked(mark) - {agent_pid}:
+        if _parent(pid) != agent_pid:  # a helper of a worker inherits its rank
+            continue
+        for entry in _environment(pid):
+            if entry.startswith(b"RANK="):
+                found[int(entry.removeprefix(b"RANK="))] = pid
+    return found
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL each; one that has just ended is no mistake."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until_gone(mark: str, timeout_s: float) -> set[int]:
+    """Wait for every marked process to end; return those that did not."""
+    deadline = time.monotonic() + timeout_s
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _environment(pid: int) -> list[bytes]:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0

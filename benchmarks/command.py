@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -22,9 +23,9 @@ def small_task(name: str) -> str:
     return f"{_SMALL_TASKS}:{name}"
 
 
-def train_command(*words: str | int | float) -> list[str]:
+def train_command(*arguments: str | int | float) -> list[str]:
     """The command line of `stormo train`."""
-    return [sys.executable, "-m", "stormo", "train", *map(str, words)]
+    return [sys.executable, "-m", "stormo", "train", *map(str, arguments)]
 
 
 def one_thread(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -37,6 +38,24 @@ def run_to_end(command: list[str]) -> None:
     done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def torchrun_variables(rank: int, size: int, port: int, num_nodes: int = 1) -> dict[str, str]:
+    """The variables that torchrun gives a rank; none for a single process."""
+    if size == 1:
+        return {}
+    node, local_rank = divmod(rank, size // num_nodes)
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes}
+    numbers |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size // num_nodes, "MASTER_PORT": port}
+    names = {"TORCHELASTIC_RUN_ID": "benchmark", "MASTER_ADDR": "127.0.0.1"}
+    return {**names, **{name: str(value) for name, value in numbers.items()}}
 
 
 def relative_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
@@ -79,7 +98,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def spaced(rows: Iterable[Iterable[str]]) -> list[str]:
+def aligned(rows: Iterable[Iterable[str]]) -> list[str]:
     """Rows as lines of aligned columns, the first to the left and the others to the right."""
     table = [list(row) for row in rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.compression [--rate-mbit 100] [--pairs 10] [--steps 16] [--width 256]
 
-Needs root: the two workers run in a network of their own, whose link is held to that rate by `tc`. All sides run in the
+Needs root: the two workers run in a network namespace whose link `tc` limits to that rate. All sides run in the
 same processes, in turns, in random order: --compress none, bf16, fp16 and powersgd of stormo's own steps, a loop of
 one's own as `world.wrap` has it, with compress="bf16" and without, and a plain DDP loop with torch's PowerSGD hook of
 the same rank (torch's 16-bit hooks do not run on Gloo). A ratio is a side's time over that of --compress none, turn by
@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.command import result_line
+from benchmarks.paired_timing import Times, Turn, ratios
 from benchmarks.slow_link import add_options, run, step_lines, steps_of
-from benchmarks.turns import Times, Turn, ratios
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,7 +51,7 @@ def side(world: World, method: str, options: argparse.Namespace) -> Turn:
 
 
 def _script(world: World, options: argparse.Namespace, compress: str) -> Turn:
-    from benchmarks.slow_task import Wide
+    from benchmarks.strategy_tasks import Wide
     from stormo.parallel.exchange import GradientExchange
 
     model = Wide(options.width).model()
@@ -70,7 +70,7 @@ def _plain(world: World, options: argparse.Namespace) -> Turn:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    from benchmarks.slow_task import Wide
+    from benchmarks.strategy_tasks import Wide
 
     model = DistributedDataParallel(Wide(options.width).model(), gradient_as_bucket_view=True)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=options.rank, start_powerSGD_iter=2)
@@ -81,7 +81,7 @@ def _plain(world: World, options: argparse.Namespace) -> Turn:
 def _loop(world: World, options: argparse.Namespace, model: nn.Module, backward: Callable[[Tensor], None]) -> Turn:
     import torch
 
-    from benchmarks.slow_task import Wide
+    from benchmarks.strategy_tasks import Wide
 
     task = Wide(options.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -99,12 +99,12 @@ def _loop(world: World, options: argparse.Namespace, model: nn.Module, backward:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the ratios."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
     add_options(parser)
-    options = parser.parse_args(words)
-    return run("benchmarks.compression", words, options, SIDES, side, _show)
+    options = parser.parse_args(arguments)
+    return run("benchmarks.compression", arguments, options, SIDES, side, _show)
 
 
 def _show(times: Times, options: argparse.Namespace) -> None:

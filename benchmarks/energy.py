@@ -4,7 +4,7 @@
 
 `counter_vs_power`: joules by the GPU's counter over those by its power, sampled 20 times a second and integrated, over
 all of the runs. `variation`: the coefficient of variation of the bills (GPU) of equal runs. `overhead`: time of a
-training epoch with measuring over the time without, in interleaved pairs, of which the median is told. `energy_j`: of
+training epoch with measuring over the time without, in interleaved pairs, of which the median is shown. `energy_j`: of
 a run that ends when 85 % were held for two epochs, and `plain_energy_j` that of a plain script, both by the GPU's
 counter over the whole process, from its start on cold caches to its end.
 """

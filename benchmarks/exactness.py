@@ -3,11 +3,11 @@
     python -m benchmarks.exactness [--width 1] [--world-sizes 2,3,4]
     python -m benchmarks.exactness --strategies all [--quick]
 
-With --strategies it is every way to spread a model that is compared: see `benchmarks.strategy_exactness`. Without, the
+With --strategies every parallel setup is compared: see `benchmarks.strategy_exactness`. Without, the
 real command trains in float64 for 20 optimizer steps, with momentum, Nesterov, weight decay, clipping, warm-up,
 decay and augmentation on, dropout off; the checkpoints are then read back. Neither the 103 samples nor the batches
 of 25 divide by the worker counts, and the last batch of 3 leaves one of 4 workers without any sample.
-First the WideResNet with synchronised batch norm; then a network without batch norm, where two passes a step are
+First the WideResNet with synchronised batch norm; then a network without batch norm, where two micro-batches a step are
 compared with one. A control without synchronisation must differ, or the comparison would see nothing.
 The difference of two states is max |a - b| / max |b| of each tensor, then the largest over parameters, running
 statistics and momentum. The command fails above 1e-10, or when a validation loss differs within 12 digits or an
@@ -27,13 +27,13 @@ from pathlib import Path
 
 from benchmarks import strategy_exactness
 from benchmarks.command import (
+    aligned,
     largest,
     numbers,
     relative_difference,
     result_line,
     run_to_end,
     small_task,
-    spaced,
     train_command,
 )
 
@@ -63,9 +63,9 @@ class Case:
     def name(self) -> str:
         """The configuration in words."""
         workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
-        passes = f", {self.accumulate} passes a step" if self.accumulate > 1 else ""
+        micro_batches = f", {self.accumulate} micro-batches a step" if self.accumulate > 1 else ""
         control = ", statistics not synchronised (control)" if self.is_control else ""
-        return f"{self.group}: {workers}{passes}{control}"
+        return f"{self.group}: {workers}{micro_batches}{control}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ def flags(case: Case, options: argparse.Namespace) -> list[str]:
 
 
 def run(case: Case, name: str, folder: Path, options: argparse.Namespace) -> None:
-    """Train one configuration in a folder of its own."""
+    """Train one configuration in its folder."""
     print(f"training {case.name} ...", file=sys.stderr, flush=True)
     run_to_end(train_command(*flags(case, options), "--runs-folder", str(folder), "--run-name", name))
 
@@ -161,7 +161,7 @@ def lines(compared: Sequence[Compared]) -> list[str]:
         ]
         for one in compared
     ]
-    return spaced([head, *rows])
+    return aligned([head, *rows])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

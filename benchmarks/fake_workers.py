@@ -3,7 +3,7 @@
 The process group is torch's "fake" one, whose collectives return at once; tensors are fake, with shapes and no values.
 The strategies are the real ones. What cannot be had so is replaced: DDP, whose C++ part reads values; the exchange
 between the stages of a pipeline, each of which is given an input of the right shape instead; and what workers of the
-hybrid tell each other of their numbers of samples, which are equal here.
+hybrid exchange their numbers of samples, which are equal here.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.spread_tasks import Words
+from benchmarks.strategy_tasks import Words
 from stormo.config import options
 from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.data.loaders import Batch
-from stormo.data.order import Pass
+from stormo.data.order import MicroBatch
 from stormo.distributed.world import World
 from stormo.launch import RankInfo
 from stormo.parallel import ddp, fsdp
 from stormo.parallel.base import Strategy
+from stormo.parallel.meta_init import materialize
 from stormo.parallel.table import strategy_class
 from stormo.parallel.tensor import hybrid
-from stormo.tasks.gpt_sizes import Size
+from stormo.tasks.language_model import Size
 from stormo.tasks.task import Task
 
 PER_NODE = 8
-_PASS = 4  # samples of a worker in a pass: what activations they need is no concern here
+_BATCH = 4  # samples of a worker in a micro-batch; activations do not matter here
 
 
 class FakeWorld(World):
-    """One rank of many that nobody has started."""
+    """One rank of a simulated job."""
 
     def __init__(self, rank: int, size: int) -> None:
-        place = RankInfo(
+        rank_info = RankInfo(
             launcher="local",
             rank=rank,
             world_size=size,
@@ -55,7 +56,7 @@ class FakeWorld(World):
             master_port=29500,
             host="localhost",
         )
-        super().__init__(place, torch.device("cpu"))
+        super().__init__(rank_info, torch.device("cpu"))
 
     def _join(self, backend: str, timeout: Any) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.size)
@@ -82,7 +83,7 @@ class _Copies(nn.Module):
 
 
 def _without_values(kind: type[Strategy], fake: FakeTensorMode, size: Size) -> type[Strategy]:
-    """A strategy whose weights have shapes alone, and whose stages of a pipeline need nobody."""
+    """A strategy whose weights have only shapes, and whose pipeline stages need no peers."""
 
     class Unfilled(kind):  # type: ignore[misc, valid-type]
         def _make_model(self) -> nn.Module:
@@ -96,14 +97,14 @@ def _without_values(kind: type[Strategy], fake: FakeTensorMode, size: Size) -> t
 
         def _fill(self, model: nn.Module, value: Any) -> None:
             with fake:
-                self._make_room(model)
+                materialize(model, torch.device("cpu"))
 
         def _costs(self, pieces: Any) -> list[float]:
             return [float(sum(parameter.numel() for parameter in piece.parameters())) for piece in pieces.items]
 
-        def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
+        def _forward_backward(self, model: nn.Module, data: Any, weight: float) -> Tensor:
             if not hasattr(self, "_stages"):
-                return super()._pass(model, data, weight)  # type: ignore[no-any-return]
+                return super()._forward_backward(model, data, weight)  # type: ignore[no-any-return]
             tokens = data[0].long()[:, :-1]
             for number, stage in zip(self._numbers, self._stages, strict=True):
                 shape = (*tokens.shape, size.width)
@@ -114,7 +115,7 @@ def _without_values(kind: type[Strategy], fake: FakeTensorMode, size: Size) -> t
 
 
 def _all_alike(exchange: Any, num_samples: int, is_random: bool) -> tuple[list[int], int]:
-    return [num_samples] * exchange._line.size, 0
+    return [num_samples] * exchange._group.size, 0
 
 
 def _blank(world: World, task: Task, notices: list[str]) -> tuple[nn.Module, Any]:
@@ -127,8 +128,8 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
     """A strategy after forward, backward and a step, with its gradients still there."""
     world = FakeWorld(rank, num_ranks)
     try:
-        task = Words(size, _PASS * num_ranks)
-        given = {"device": "cpu", "num_gpus": PER_NODE, "num_nodes": num_ranks // PER_NODE, "batch_size": _PASS}
+        task = Words(size, _BATCH * num_ranks)
+        given = {"device": "cpu", "num_gpus": PER_NODE, "num_nodes": num_ranks // PER_NODE, "batch_size": _BATCH}
         named = {"precision": "fp32", "optimizer": "adamw", "noise_scale": False}
         config = options.make_config({**given, **named, **flags}, None)
         plan = resolve(config, resolve_layout(config, ()), task.facts())
@@ -141,14 +142,14 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
             mock.patch.object(hybrid._Exchange, "_announce", _all_alike),
         ):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # only compared
-            warnings.filterwarnings("ignore", "Set timeout is now only supported")  # nobody is waited for
+            warnings.filterwarnings("ignore", "Set timeout is now only supported")  # there are no peers
             world.arrange(plan.layout.mesh, plan.layout.data_axes)
             strategy = _without_values(kind, fake, size)(world, plan, task, config)
             with fake:
-                windows = torch.zeros((_PASS, size.block + 1), dtype=torch.uint8)
-                span = Pass(0, _PASS, 0, plan.global_batch_size, is_first=True, is_last=True)
+                windows = torch.zeros((_BATCH, size.block + 1), dtype=torch.uint8)
+                span = MicroBatch(0, _BATCH, 0, plan.global_batch_size, is_first=True, is_last=True)
                 strategy.module.train()
-                strategy.micro_step(Batch((windows,), span, is_ghost=False))
+                strategy.micro_step(Batch((windows,), span, is_padding=False))
                 strategy._collect_gradients()
                 strategy.optimizer.step()
                 yield strategy, task

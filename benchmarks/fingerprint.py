@@ -22,16 +22,15 @@ import os
 import platform
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import result_line
+from benchmarks.command import free_port, result_line, torchrun_variables
 from benchmarks.fingerprint_cases import CASES, PROGRAMS, TRAIN
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +70,7 @@ def read_weights(path: Path) -> list[Any]:
 
 
 def last_epoch(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The passes after the last validation but one: before the first lie passes whose effect is thrown away."""
+    """The micro-batches after the last validation but one: the effect of earlier ones is discarded."""
     last = max((index for index, line in enumerate(lines) if line), default=-1)
     before = max((index for index, line in enumerate(lines[: last + 1]) if not line), default=-1)
     return list(lines[before + 1 : last + 1])
@@ -101,20 +100,20 @@ def run_case(stages: Sequence[str], folder: Path, images: Path | None) -> dict[s
     """Run the stages of a case one after the other; the digests of the last."""
     own, run = folder, folder / "run"
     for number, stage in enumerate(stages):
-        workers, program, *words = shlex.split(stage.format(folder=folder))
+        workers, program, *arguments = shlex.split(stage.format(folder=folder))
         own = folder / f"stage-{number}"
         own.mkdir(parents=True)
         common = ["--runs-folder", str(folder), "--device", "cpu", "--no-energy", "--no-tensorboard", "--timeout", "60"]
         if program == "script":
             command = [PROGRAMS[program]]
         elif program == "resume":
-            checkpoint = run / "checkpoints" / f"step-{int(words.pop(0)):08}"
+            checkpoint = run / "checkpoints" / f"step-{int(arguments.pop(0)):08}"
             command = ["-m", "stormo", "train", "--resume", str(checkpoint), *common]
         else:
             command = ["-m", "stormo", "train", PROGRAMS[program], "--run-name", run.name, *common, *shlex.split(TRAIN)]
         if program in ("images", "text"):
             command += ["--task.data-folder", str(images if program == "images" else _write_text(folder / "text"))]
-        _start([*command, *words], workers, own)
+        _start([*command, *arguments], workers, own)
     if not run.exists():
         return fingerprint(own, None)
     _start(["-m", "stormo", "export", str(run), str(own / "weights")], "1", own)
@@ -129,26 +128,29 @@ def _write_text(folder: Path) -> Path:
     return folder
 
 
-def _start(words: list[str], workers: str, folder: Path) -> None:
+def _start(arguments: list[str], workers: str, folder: Path) -> None:
     """Run a program on `2` workers as by torchrun, on `4/2` as on two nodes, on `2!` as users start it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     environ = {**kept, "OMP_NUM_THREADS": "1", "FINGERPRINT_FOLDER": str(folder)}
     if workers.endswith("!"):
-        script = [] if words[0] == "-m" else ["-m", "stormo", "run"]
-        command = [sys.executable, *script, *words, "--num-gpus", workers[:-1]]
+        script = [] if arguments[0] == "-m" else ["-m", "stormo", "run"]
+        command = [sys.executable, *script, *arguments, "--num-gpus", workers[:-1]]
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-        codes, said = [done.returncode], done.stdout + done.stderr
+        codes, output = [done.returncode], done.stdout + done.stderr
     else:
-        codes, said = _fork(words, [{**environ, **place} for place in _places(workers)], folder)
+        size, num_nodes = (int(number or 1) for number in workers.partition("/")[::2])
+        port = free_port()
+        ranks = [torchrun_variables(rank, size, port, num_nodes) for rank in range(size)]
+        codes, output = _fork(arguments, [{**environ, **variables} for variables in ranks], folder)
     if any(codes):
-        raise FailedError(f"{shlex.join(['python', *words])} on {workers} ended with {codes}:\n{said[-3000:]}")
+        raise FailedError(f"{shlex.join(['python', *arguments])} on {workers} ended with {codes}:\n{output[-3000:]}")
 
 
-def _fork(words: list[str], environs: Sequence[Mapping[str, str]], folder: Path) -> tuple[list[int], str]:
+def _fork(arguments: list[str], environs: Sequence[Mapping[str, str]], folder: Path) -> tuple[list[int], str]:
     context = multiprocessing.get_context("fork")  # of a process with a single thread
     outputs = [folder / f"output-{rank}" for rank in range(len(environs))]
     pairs = zip(environs, outputs, strict=True)
-    processes = [context.Process(target=_become, args=(words, *pair)) for pair in pairs]
+    processes = [context.Process(target=_become, args=(arguments, *pair)) for pair in pairs]
     for process in processes:
         process.start()
     for process in processes:
@@ -158,20 +160,7 @@ def _fork(words: list[str], environs: Sequence[Mapping[str, str]], folder: Path)
     return [process.exitcode or 0 for process in processes], "".join(path.read_text("utf-8") for path in outputs)
 
 
-def _places(workers: str) -> Iterator[dict[str, str]]:
-    size, num_nodes = (int(word or 1) for word in workers.partition("/")[::2])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for rank in range(size):
-        node, local_rank = divmod(rank, size // num_nodes)
-        values = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes}
-        values |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size // num_nodes, "MASTER_PORT": port}
-        names = {"TORCHELASTIC_RUN_ID": "fingerprint", "MASTER_ADDR": "127.0.0.1"}
-        yield {**names, **{name: str(value) for name, value in values.items()}} if size > 1 else {}
-
-
-def _become(words: list[str], environ: Mapping[str, str], output: Path) -> None:
+def _become(arguments: list[str], environ: Mapping[str, str], output: Path) -> None:
     """Make this process the program."""
     os.environ.clear()
     os.environ.update(environ)
@@ -179,12 +168,12 @@ def _become(words: list[str], environ: Mapping[str, str], output: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
-    sys.argv = words[1:] if words[0] == "-m" else words
+    sys.argv = arguments[1:] if arguments[0] == "-m" else arguments
     try:
-        if words[0] == "-m":
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        if arguments[0] == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(arguments[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # a process of multiprocessing ends without
         sys.stdout.flush()

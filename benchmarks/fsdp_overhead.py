@@ -1,10 +1,10 @@
-"""Time of a step under fsdp on one GPU, where it has nobody to share with, against a step of plain single.
+"""Time of a step under fsdp on one GPU, where it has no peer to shard with, against a step of plain single.
 
     python -m benchmarks.fsdp_overhead [--preset 350m] [--batch-size 32] [--pairs 30] [--steps 5] [--compile]
 
 Both are stormo's own strategies in one process, with a GPT each, bf16, AdamW and clipping; fsdp speaks to itself over
-NCCL. They take turns of a few steps in random order within a pair, so that whatever else the machine does hits both
-alike; a turn ends when the GPU is done. No CUDA graph is replayed, as fsdp has none. A ratio is fsdp's time over
+NCCL. They take turns of a few steps in random order within a pair, so that other load on the machine affects both
+equally; a turn ends when the GPU is done. No CUDA graph is replayed, as fsdp has none. A ratio is fsdp's time over
 single's, pair by pair: the median is aimed at 1.02 or less. `--device cpu` is for trying the command, in fp32.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import result_line
-from benchmarks.turns import Times, Turn, ratios, take_turns
+from benchmarks.paired_timing import Times, Turn, ratios, take_turns
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
@@ -30,9 +30,9 @@ def side(world: World, strategy: str, options: argparse.Namespace) -> Turn:
     """Steps under one strategy."""
     import torch
 
-    from benchmarks.spread_tasks import Words
-    from benchmarks.spread_worker import batches, build
-    from stormo.tasks.gpt_sizes import SIZES
+    from benchmarks.strategy_tasks import Words
+    from benchmarks.strategy_worker import batches, build
+    from stormo.tasks.language_model import SIZES
     from stormo.training.trainer import set_arithmetic
 
     is_gpu = world.device.type == "cuda"
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("no GPU is visible, and the time of a step on a CPU says nothing; --device cpu tries the command")
     import torch
 
-    from benchmarks.spread_worker import world_alone
+    from benchmarks.strategy_worker import single_world
 
-    world = world_alone(torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu"))
+    world = single_world(torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu"))
     try:
         times = measure(world, options)
     finally:

@@ -64,7 +64,7 @@ def time_ms(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, num_repe
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was told."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -79,7 +79,7 @@ def main() -> None:
     """Times every case and prints a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch-size", type=int, help="samples of a pass; default 1024 on a GPU, 64 on a CPU")
+    parser.add_argument("--batch-size", type=int, help="samples of a micro-batch; default 1024 on a GPU, 64 on a CPU")
     parser.add_argument("--ghost-batch-size", type=int, help="default 32 on a GPU, 8 on a CPU")
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
@@ -89,7 +89,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     count = torch.get_num_threads()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {count} thread{'s' * (count > 1)}"
-    print(f"{where}; {dtype}, passes of {batch_size}, ghosts of {size}; forward and backward, median of times in ms")
+    print(f"{where}; {dtype}, batches of {batch_size}, ghosts of {size}; forward and backward, median of times in ms")
     print(f"{'layer':<26} {'ghosts':>9} {'loop':>9} {'plain':>9} {'max error':>10}")
     totals_ms = [0.0, 0.0, 0.0]
     for case in CASES:

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from stormo.parallel.base import Strategy
+from stormo.parallel.pytree import tree_leaves
 
 Storages = dict[int, UntypedStorage]  # by their address, which no two living ones share
 
@@ -34,7 +34,7 @@ def storages_of(tensors: Iterable[Any]) -> Storages:
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
-    """The tensors that have memory of their own in place of one that torch has spread; nothing for anything else."""
+    """The local tensors of a DTensor, or the tensor itself; nothing for anything else."""
     if not issubclass(type(tensor), Tensor):  # asked of the type: some objects answer for what they stand for
         return
     if is_lazy(tensor):  # of a lazy layer that has seen no input
@@ -60,13 +60,13 @@ def num_bytes(storages: Storages, without: Storages | None = None) -> int:
 
 def weights(strategy: Strategy) -> Storages:
     """The memory of the weights that this worker holds."""
-    every = [*strategy.module.parameters(), *(part.local for part in strategy.parts())]
+    every = [*strategy.module.parameters(), *(part.local for part in strategy.shards())]
     return storages_of(parameter.detach() for parameter in every)
 
 
 def gradients(strategy: Strategy) -> Storages:
     """The memory of the gradients, where the optimizer or the model has them."""
-    every = [*strategy.module.parameters(), *(part.local for part in strategy.parts())]
+    every = [*strategy.module.parameters(), *(part.local for part in strategy.shards())]
     return storages_of(parameter.grad for parameter in every)
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.kill_resume [--kills 20] [--seed 0]
 
 The real command trains a small network (dropout, batch norm, augmentation) on two workers with a checkpoint every
-three steps. SIGKILL hits the agent, one worker or all of them at a random moment of start-up, training, saving or
+three steps. SIGKILL ends the agent, one worker or all of them at a random moment of start-up, training, saving or
 validation; then the same command runs again, with `--resume`. The task itself writes down the samples of every step
 (small_tasks.Witness): the chain of steps that leads to the final weights must hold every sample once an epoch.
 After each kill, the checkpoints that follow must have the digests of the undisturbed run at the same steps, and no
@@ -36,7 +36,7 @@ from benchmarks.attempts import (
     Kill,
     Run,
 )
-from benchmarks.command import numbers, relative_difference, result_line, small_task, spaced
+from benchmarks.command import aligned, numbers, relative_difference, result_line, small_task
 from benchmarks.lineage import lost_and_repeated, read_attempt, trace
 
 ROUNDING = 1e-9  # float64 over all steps on changing worker counts
@@ -44,7 +44,7 @@ ROUNDING = 1e-9  # float64 over all steps on changing worker counts
 
 def flags(options: argparse.Namespace, epochs: int) -> list[str]:
     """The settings of the run."""
-    words = [
+    arguments = [
         small_task("Witness"),
         *("--task.train-samples", str(NUM_SAMPLES), "--task.validation-samples", "150", "--task.augment"),
         *("--validation-batch-size", "10", "--global-batch-size", str(GLOBAL_BATCH_SIZE), "--epochs", str(epochs)),
@@ -53,10 +53,10 @@ def flags(options: argparse.Namespace, epochs: int) -> list[str]:
         *("--checkpoint-every", str(CHECKPOINT_EVERY), "--seed", str(options.seed), "--deterministic"),
     ]
     if options.world_sizes:
-        words += ["--precision", "fp64", "--task.dropout", "0", "--sync-batch-norm"]
+        arguments += ["--precision", "fp64", "--task.dropout", "0", "--sync-batch-norm"]
     else:
-        words += ["--task.dropout", "0.1"]
-    return words + (["--task.data-folder", options.data_folder] if options.data_folder else [])
+        arguments += ["--task.dropout", "0.1"]
+    return arguments + (["--task.data-folder", options.data_folder] if options.data_folder else [])
 
 
 def run_undisturbed(run: Run, num_workers: int) -> None:
@@ -151,7 +151,7 @@ def compare(
         figures["final_digest_equal"] = digests[0] is not None and digests[0] == digests[1]
     else:
         figures["max_relative_difference"] = final_difference(run, clean)
-    return figures, spaced(rows)
+    return figures, aligned(rows)
 
 
 def is_kept(figures: dict[str, Any], num_kills: int, *, same_world_size: bool) -> bool:

@@ -32,11 +32,12 @@ _WARM_STEPS = 10
 def run_stormo(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The last epoch of a run of the real command, and its summary."""
     block = LanguageModel(LanguageModelOptions(preset=options.preset)).block
-    words = ["language-model", "--task.preset", options.preset, "--num-gpus", 1, "--batch-size", options.batch_size]
-    words += ["--task.train-bytes", options.steps * options.batch_size * block + 1, "--task.validation-bytes", 2**16]
-    words += ["--epochs", 2, "--checkpoint-every", 0, "--run-name", "benchmark", "--runs-folder", folder]
-    words += ["--precision", "bf16", "--compile"] if options.is_gpu else ["--precision", "fp32"]
-    run_to_end(train_command(*words))
+    arguments = ["language-model", "--task.preset", options.preset, "--num-gpus", 1, "--batch-size", options.batch_size]
+    train_bytes = options.steps * options.batch_size * block + 1
+    arguments += ["--task.train-bytes", train_bytes, "--task.validation-bytes", 2**16]
+    arguments += ["--epochs", 2, "--checkpoint-every", 0, "--run-name", "benchmark", "--runs-folder", folder]
+    arguments += ["--precision", "bf16", "--compile"] if options.is_gpu else ["--precision", "fp32"]
+    run_to_end(train_command(*arguments))
     events = [json.loads(line) for line in (folder / "benchmark" / "events.jsonl").read_text().splitlines()]
     epoch: dict[str, Any] = [event for event in events if event["event"] == "epoch_done"][-1]
     return epoch
@@ -67,7 +68,7 @@ def run_plain(options: argparse.Namespace) -> tuple[float, int]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    # The first stretch, in which everything is compiled, is left out; the median of the others is told.
+    # The first interval, in which everything is compiled, is left out; the median of the others is shown.
     lengths = [later - earlier for earlier, later in itertools.pairwise(times_s[1:])]
     tokens_per_s = _WARM_STEPS * options.batch_size * task.block / statistics.median(lengths)
     return tokens_per_s, torch.cuda.max_memory_allocated() if options.is_gpu else 0

@@ -36,7 +36,7 @@ FIRST = (512, 4096, 16384)  # what is measured first
 BASE = 512
 CHANCE = 0.1
 _LOST = 0.5  # below it a run has learned next to nothing
-_LARGEST_GRAPH = 2048  # a CUDA graph saves nothing in a large pass, and holds memory of its own
+_LARGEST_GRAPH = 2048  # a CUDA graph saves nothing at a large batch, and holds memory
 RESULTS = Path(__file__).with_name("results") / "large_batch.jsonl"
 # Beside --global-batch-size, --epochs and --seed. The network bears no full rate from the first step.
 _ALWAYS = "--weight-decay 0.0005 --task.augment --target-accuracy 2 --checkpoint-every 0"
@@ -103,10 +103,10 @@ def flags_of(recipe: str, batch: int, epochs: int) -> str:
     else:
         flags = RECIPES[recipe]
     start = batch
-    if batch == BASE:  # no rule changes the rate here
+    if batch == BASE:  # no rule changes the learning rate here
         flags = flags.replace(_LINEAR, "--lr-rule none").replace(_SQRT, "--lr-rule none")
     if recipe == "growth" and batch > BASE:
-        # In two strides from the batch at which the rate is right, where a decay would have fallen.
+        # In two strides from the batch at which the learning rate is right, where a decay would have fallen.
         start, stride = BASE, math.sqrt(batch / BASE)
         flags += f" --grow-batch {epochs // 3}:{stride:.6g}x,{2 * epochs // 3}:{stride:.6g}x --max-batch-size {batch}"
     if recipe == "lars+noise" and batch > BASE:
@@ -120,7 +120,7 @@ _SCALED = re.compile(r"^(--global-batch-size (\d+) .*)--base-lr (\S+) --lr-rule 
 
 
 def settings_of(flags: str) -> str:
-    """The flags with the rate that a rule comes to: 0.05 of 512 is 0.1 at 1,024, and a point of the grid."""
+    """The flags with the learning rate that a rule gives: 0.05 of 512 is 0.1 at 1,024, and a point of the grid."""
 
     def resolved(match: re.Match[str]) -> str:
         before, batch, rate, rule, base = match.groups()
@@ -180,7 +180,7 @@ def fill(
 ) -> Iterator[Cell | CellError]:
     """The cells as they end, and what went wrong where one had no result.
 
-    `run` is called in a thread of its own for as many as fit, the first ones first; one that is too large waits until
+    `run` is called in a thread for as many as fit, the first ones first; one that is too large waits until
     it would be alone.
     """
     waiting, running = list(todo), dict[concurrent.futures.Future[Cell], int]()
@@ -252,7 +252,7 @@ def _text(seeds: Sequence[Cell]) -> str:
 
 def result_line(table: Table) -> str:
     """The figures that the claim rests on."""
-    accuracies = {place: mean(seeds) for place, seeds in table.items()}
+    accuracies = {key: mean(seeds) for key, seeds in table.items()}
     largest = [accuracy for (_, batch), accuracy in accuracies.items() if batch == BATCHES[-1]]
     return (
         f"RESULT accuracy_512={accuracies.get(('sgd', BASE), math.nan):.4f} "
@@ -267,8 +267,8 @@ def draw(table: Table, path: Path) -> None:
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
-    accuracies = {place: mean(seeds) for place, seeds in table.items()}
-    # Runs that are lost stand on the lower edge, or the others could not be told apart.
+    accuracies = {key: mean(seeds) for key, seeds in table.items()}
+    # Diverged runs are drawn on the lower edge, or the others could not be distinguished.
     good = [accuracy for accuracy in accuracies.values() if accuracy > _LOST]
     floor = min(good, default=0.0) - 0.01
     for index, recipe in enumerate([*RECIPES, "tuned"]):

@@ -3,8 +3,8 @@
     python -m benchmarks.largest_model [--batch-size 1] [--budget-s 540] [--memory-gib 24] [--ways plain,offload]
 
 bf16 with weights, gradients and the state of AdamW in float32: 16 bytes for each parameter, on the device, or, with
---offload (under fsdp on one worker), in the host's memory. Every try is a process of its own that builds the model,
-takes one whole step and tells the peak of the device's memory; the presets are tried from the largest, until one fits.
+--offload (under fsdp on one worker), in the host's memory. Every try is a subprocess that builds the model, takes
+one whole step and reports the peak of the device's memory; the presets are tried from the largest, until one fits.
 What cannot fit by these 16 bytes alone is not tried. `--memory-gib` lets the device's memory seem smaller.
 `--device cpu` is for trying the command: nothing but the presets that are named then bounds it.
 """
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.command import spaced
+from benchmarks.command import aligned
 
 WAYS: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -36,18 +36,17 @@ _OUT_OF_MEMORY = 3  # exit code of a try
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Try:
-    """One way to train one preset; `told` says why it did not fit, or what it took."""
+    """One way to train one preset; `note` says why it did not fit, or what it took."""
 
     way: str
     preset: str
     fits: bool
-    told: str
+    note: str
 
 
 def num_parameters(preset: str) -> int:
     """Of the GPT of that size."""
-    from stormo.tasks.gpt_sizes import SIZES
-    from stormo.tasks.language_model import VOCABULARY
+    from stormo.tasks.language_model import SIZES, VOCABULARY
 
     return SIZES[preset].num_parameters(block=SIZES[preset].block, vocabulary=VOCABULARY)
 
@@ -55,21 +54,21 @@ def num_parameters(preset: str) -> int:
 def too_large(preset: str, way: str, device_bytes: float, host_bytes: float) -> str:
     """Why a preset cannot fit, by arithmetic alone; nothing where it might."""
     needed = BYTES_PER_PARAMETER * num_parameters(preset)
-    place, room = ("host", host_bytes) if "offload" in WAYS[way] else ("device", device_bytes)
-    return f"needs {needed / 2**30:.0f} GiB of the {room / 2**30:.0f} of the {place}" if needed > room else ""
+    where, room = ("host", host_bytes) if "offload" in WAYS[way] else ("device", device_bytes)
+    return f"needs {needed / 2**30:.0f} GiB of the {room / 2**30:.0f} of the {where}" if needed > room else ""
 
 
 def train_one_step(options: argparse.Namespace) -> int:
-    """In a process of its own: one step; its peak as JSON on the last line."""
+    """In a subprocess: one step; its peak as JSON on the last line."""
     import torch
 
-    from benchmarks.spread_tasks import Words
-    from benchmarks.spread_worker import batches, build, world_alone
-    from stormo.tasks.gpt_sizes import SIZES
+    from benchmarks.strategy_tasks import Words
+    from benchmarks.strategy_worker import batches, build, single_world
+    from stormo.tasks.language_model import SIZES
     from stormo.training.trainer import set_arithmetic
 
     is_gpu = options.device == "cuda"
-    world = world_alone(torch.device("cuda", 0) if is_gpu else torch.device("cpu"))
+    world = single_world(torch.device("cuda", 0) if is_gpu else torch.device("cpu"))
     if is_gpu and options.memory_gib:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gib * 2**30 / whole))
@@ -96,24 +95,25 @@ def train_one_step(options: argparse.Namespace) -> int:
 
 def attempt(way: str, preset: str, options: argparse.Namespace, timeout_s: float) -> Try:
     """Start a try and read how it ended."""
-    words = ["--try-preset", preset, "--way", way, "--batch-size", str(options.batch_size), "--device", options.device]
-    words += ["--memory-gib", str(options.memory_gib)] if options.memory_gib else []
-    command = [sys.executable, "-m", "benchmarks.largest_model", *words]
+    arguments = ["--try-preset", preset, "--way", way, "--batch-size", str(options.batch_size)]
+    arguments += ["--device", options.device]
+    arguments += ["--memory-gib", str(options.memory_gib)] if options.memory_gib else []
+    command = [sys.executable, "-m", "benchmarks.largest_model", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return Try(way=way, preset=preset, fits=False, told="not known: the budget of time is spent")
+        return Try(way=way, preset=preset, fits=False, note="not known: the budget of time is spent")
     last = done.stdout.strip().splitlines()[-1:]
     if done.returncode == _OUT_OF_MEMORY:
-        return Try(way=way, preset=preset, fits=False, told=json.loads(last[0])["error"])
+        return Try(way=way, preset=preset, fits=False, note=json.loads(last[0])["error"])
     if done.returncode == -9:  # what the kernel does where the host's memory is full
-        return Try(way=way, preset=preset, fits=False, told="killed: the host's memory was full")
+        return Try(way=way, preset=preset, fits=False, note="killed: the host's memory was full")
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     figures = json.loads(last[0])
     peak = "n/a" if figures["peak_bytes"] is None else f"{figures['peak_bytes'] / 2**30:.1f} GiB"
-    told = f"{peak} at most, {figures['step_s']:.1f} s, loss {figures['loss']:.2f}"
-    return Try(way=way, preset=preset, fits=True, told=told)
+    note = f"{peak} at most, {figures['step_s']:.1f} s, loss {figures['loss']:.2f}"
+    return Try(way=way, preset=preset, fits=True, note=note)
 
 
 def tries_of(way: str, options: argparse.Namespace, memory: tuple[float, float], deadline_s: float) -> list[Try]:
@@ -123,8 +123,8 @@ def tries_of(way: str, options: argparse.Namespace, memory: tuple[float, float],
         reason = too_large(preset, way, *memory)
         left_s = deadline_s - time.monotonic()
         if reason or left_s <= 0:
-            told = reason or "not known: the budget of time is spent"
-            found.append(Try(way=way, preset=preset, fits=False, told=told))
+            note = reason or "not known: the budget of time is spent"
+            found.append(Try(way=way, preset=preset, fits=False, note=note))
         else:
             print(f"trying {preset}, {way} ...", file=sys.stderr, flush=True)
             found.append(attempt(way, preset, options, left_s))
@@ -148,12 +148,12 @@ def _memory(options: argparse.Namespace) -> tuple[float, float]:
 
 def result(found: Sequence[Try]) -> str:
     """The last line: the name of the largest preset of each way, and its parameters."""
-    words = ["RESULT"]
+    fields = ["RESULT"]
     for way in WAYS:
         name = next((one.preset for one in found if one.way == way and one.fits), "none")
         count = 0 if name == "none" else num_parameters(name)
-        words += [f"{way.replace('-', '_')}={name}", f"{way.replace('-', '_')}_parameters={count}"]
-    return " ".join(words)
+        fields += [f"{way.replace('-', '_')}={name}", f"{way.replace('-', '_')}_parameters={count}"]
+    return " ".join(fields)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,8 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train_one_step(options)
     deadline_s, memory = time.monotonic() + options.budget_s, _memory(options)
     found = [one for way in options.ways for one in tries_of(way, options, memory, deadline_s)]
-    rows = [[one.way, one.preset, "yes" if one.fits else "no", one.told] for one in found]
-    print("\n".join(spaced([["way", "preset", "trains", "what it took, or why not"], *rows])))
+    rows = [[one.way, one.preset, "yes" if one.fits else "no", one.note] for one in found]
+    print("\n".join(aligned([["way", "preset", "trains", "what it took, or why not"], *rows])))
     print(result(found))
     return 0
 

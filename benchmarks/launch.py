@@ -6,7 +6,7 @@ The same script (`launch_script.py`, DDP by hand, nothing of stormo in it) is st
 the time runs from just before the command is started until rank 0 has ended its first optimizer step. They take turns,
 in random order within a pair, after one round that is not measured and leaves all files in memory. A ratio is stormo's
 time over torchrun's, pair by pair; its median must not exceed 1. CPU time of all processes, to their end, is shown
-too, which tells on a busy machine whether a difference is work or waiting. Beside it, against the same torchrun: the
+too, which shows on a busy machine whether a difference is work or waiting. Beside it, against the same torchrun: the
 script with stormo.World under `stormo run`, and the same network and data as a task of `stormo train` with everything
 that is on by default: checks, rehearsal, run folder, energy.
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.command import one_thread, result_line, train_command
-from benchmarks.turns import Times, ratios
+from benchmarks.paired_timing import Times, ratios
 
 PROMISED = 1.0
 NUM_WORKERS = 2

@@ -49,7 +49,7 @@ def read_attempt(folder: Path, attempt: int) -> list[Step]:
         if any((event["before"], event["after"]) != (first["before"], first["after"]) for event in events):
             raise BrokenLineageError(f"the workers of attempt {attempt} differ in their parameters")
         if first["before"] == first["after"]:
-            raise BrokenLineageError(f"a step of attempt {attempt} changed nothing, so steps cannot be told apart")
+            raise BrokenLineageError(f"a step of attempt {attempt} changed nothing, so steps cannot be distinguished")
         samples = tuple(sample for event in events for sample in event["samples"])
         steps.append(Step(attempt=attempt, before=first["before"], after=first["after"], samples=samples))
     return steps

@@ -2,7 +2,7 @@
 
     python -m benchmarks.local_sgd [--rate-mbit 100] [--average-every 16] [--pairs 10] [--steps 16] [--width 256]
 
-Needs root: the two workers run in a network of their own, whose link is held to that rate by `tc`. Both strategies run
+Needs root: the two workers run in a network namespace whose link `tc` limits to that rate. Both strategies run
 in the same processes, in turns, in random order within a pair. Each step is one of stormo's loop: forward, backward,
 the vote that goes around in every step, the optimizer, and whatever of weights or gradients travels. A ratio is local's
 time over ddp's, pair by pair; 1 / average-every is the least that the traffic alone would leave.
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.command import result_line
+from benchmarks.paired_timing import Times, Turn, ratios
 from benchmarks.slow_link import add_options, run, step_lines, steps_of
-from benchmarks.turns import Times, Turn, ratios
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
@@ -40,14 +40,14 @@ def side(world: World, strategy: str, options: argparse.Namespace) -> Turn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the ratio."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--average-every", type=int, default=16, help="steps between averagings (default: 16)")
     add_options(parser)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.steps % options.average_every:
         parser.error("--steps must be a multiple of --average-every, so that every turn has its share of averagings")
-    return run("benchmarks.local_sgd", words, options, SIDES, side, _show)
+    return run("benchmarks.local_sgd", arguments, options, SIDES, side, _show)
 
 
 def _show(times: Times, options: argparse.Namespace) -> None:

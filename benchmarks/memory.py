@@ -4,7 +4,7 @@
 
 A GPT in float32 under AdamW on Gloo ranks; for each of its P parameters there are 4 bytes of weight, 4 of gradient and
 8 of state. ZeRO-0 (ddp) holds 16 P, ZeRO-1, 2 and 3 (zero1, zero2, fsdp) hold 16 P / N on each of N ranks between two
-passes. In a pass ZeRO-1 and 2 have 4 P more, of weights that are gathered once in a step and freed as backward goes on.
+steps. In a step ZeRO-1 and 2 have 4 P more, of weights that are gathered once in a step and freed during backward.
 Counted is the memory of every tensor that lives in the process when backward is done and the optimizer is about to
 step, when all three are there; only the data set is left out. The rank that holds most is shown. `peak` is the most
 over a whole step with all that comes and goes: activations and their gradients, the weights that are gathered, and the
@@ -20,21 +20,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command import largest, numbers, result_line, spaced
+from benchmarks.command import aligned, largest, numbers, result_line
 from benchmarks.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
-    from stormo.tasks.gpt_sizes import Size
+    from stormo.tasks.language_model import Size
 
 LIMIT = 0.05
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")  # by what is cut: nothing, state, gradients too, weights too
 _BLOCK = 8  # tokens of a sample: activations stay small beside the weights
-_NUM_STEPS = 3  # torch lays out its buckets anew after the first
+_NUM_STEPS = 3  # torch lays out its buckets again after the first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalParameter:
+class HeldBytes:
     """Bytes of one rank."""
 
     weights: int
@@ -49,11 +49,11 @@ def formula(zero: int, num_parameters: int, num_ranks: int) -> float:
     return num_parameters * 16 / (num_ranks if zero else 1)
 
 
-def measure(world: World, strategy_name: str, size: Size) -> LocalParameter:
+def measure(world: World, strategy_name: str, size: Size) -> HeldBytes:
     """In a rank: take steps, look before the last, and watch from the one before to it."""
     from benchmarks import held_bytes
-    from benchmarks.spread_tasks import Words
-    from benchmarks.spread_worker import batches, build
+    from benchmarks.strategy_tasks import Words
+    from benchmarks.strategy_worker import batches, build
 
     task = Words(size, num_windows=2 * world.size)
     task.datasets()
@@ -72,7 +72,7 @@ def measure(world: World, strategy_name: str, size: Size) -> LocalParameter:
         strategy.micro_step(next(every))
     strategy._collect_gradients()  # as the step does first
     everything = held_bytes.living()
-    held = LocalParameter(
+    held = HeldBytes(
         weights=held_bytes.num_bytes(held_bytes.weights(strategy)),
         gradients=held_bytes.num_bytes(held_bytes.gradients(strategy)),
         state=held_bytes.num_bytes(held_bytes.optimizer_state(strategy.optimizer)),
@@ -83,16 +83,16 @@ def measure(world: World, strategy_name: str, size: Size) -> LocalParameter:
     return held
 
 
-def rows(found: Sequence[tuple[int, int, LocalParameter]], num_parameters: int) -> list[str]:
+def rows(found: Sequence[tuple[int, int, HeldBytes]], num_parameters: int) -> list[str]:
     """The table, in millions of bytes."""
     head = ["ZeRO", "ranks", "weights", "gradients", "state", "held in all", "formula", "error", "peak"]
-    told = [head]
+    table = [head]
     for zero, size, held in found:
         wanted = formula(zero, num_parameters, size)
         parts = (held.weights, held.gradients, held.state, held.total, wanted)
         error = f"{held.total / wanted - 1:+.2%}"
-        told.append([f"{zero} ({STRATEGIES[zero]})", str(size), *map(_mb, parts), error, _mb(held.peak)])
-    return spaced(told)
+        table.append([f"{zero} ({STRATEGIES[zero]})", str(size), *map(_mb, parts), error, _mb(held.peak)])
+    return aligned(table)
 
 
 def _mb(num_bytes: float) -> str:
@@ -109,12 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.quick:
         options.world_sizes, options.layers, options.width = (1, 2), 4, 128
-    from stormo.tasks.gpt_sizes import Size
-    from stormo.tasks.language_model import VOCABULARY
+    from stormo.tasks.language_model import VOCABULARY, Size
 
     size = Size(options.layers, options.width, 8, _BLOCK)
     num_parameters = size.num_parameters(block=_BLOCK, vocabulary=VOCABULARY)
-    found: list[tuple[int, int, LocalParameter]] = []
+    found: list[tuple[int, int, HeldBytes]] = []
     with RankPool() as pool:
         for num_ranks in options.world_sizes:
             for zero, name in enumerate(STRATEGIES):

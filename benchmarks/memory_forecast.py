@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import result_line, spaced, train_command
+from benchmarks.command import aligned, result_line, train_command
 
 _IMAGES = ("fashion-mnist", "--task.train-samples", "8192", "--task.validation-samples", "512")
 _STEPS = 4
@@ -77,7 +77,7 @@ class Cell:
 
 
 def predict(flags: Sequence[str]) -> tuple[int, bool]:
-    """What the forecast says of the candidate as set, in this process, and whether a pass would be captured."""
+    """What the forecast says of the candidate as set, in this process, and whether a micro-batch would be captured."""
     from stormo.predict.candidates import list_candidates
     from stormo.predict.forecaster import Forecaster
     from stormo.system.hardware import visible_gpus
@@ -130,7 +130,7 @@ def summarise(cells: Sequence[Cell]) -> list[str]:
     ratios = [cell.ratio for cell in cells]
     worst = max(ratios, key=lambda ratio: abs(math.log(ratio)))
     figures = {"median_ratio": statistics.median(ratios), "worst_ratio": worst, "cells": len(cells)}
-    return [*spaced(rows), result_line(figures)]
+    return [*aligned(rows), result_line(figures)]
 
 
 def _telling(flags: Sequence[str]) -> list[str]:

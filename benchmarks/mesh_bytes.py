@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state of a rank when a GPT of 1 billion parameters is spread over 256.
+"""Bytes of weights, gradients and optimizer state of a rank when a GPT of 1 billion parameters is sharded over 256.
 
     python -m benchmarks.mesh_bytes [--preset 1b] [--ranks 256]
 
@@ -6,7 +6,7 @@ One process without communication and without memory for the model: torch's fake
 the real strategies (see `benchmarks.fake_workers`). Each takes a whole step of AdamW in float32; then the memory of all
 tensors alive is counted as `benchmarks.memory` counts it, with gradients and state in place. Shown is the rank that
 holds most: the first of its line along every axis, and of the stages of a pipeline the largest. Activations are not in
-it. Where a preset cannot take all ranks by itself (16 heads, 22 pieces of a pipeline), it is multiplied by copies.
+it. Where a preset cannot use all ranks (16 heads, 22 pieces of a pipeline), it is multiplied by copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.command import result_line, spaced
+from benchmarks.command import aligned, result_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A way to spread the model; `num_ranks` of them."""
+    """A strategy on `num_ranks` ranks."""
 
     name: str
     num_ranks: int
@@ -71,7 +71,7 @@ def measure(row: Row, preset: str, rank: int) -> Bytes:
     """Build the strategy as one rank has it, let it step, and count."""
     from benchmarks import held_bytes
     from benchmarks.fake_workers import stepped
-    from stormo.tasks.gpt_sizes import SIZES
+    from stormo.tasks.language_model import SIZES
 
     before = held_bytes.living()
     with stepped(row.flags, SIZES[preset], rank, row.num_ranks) as (strategy, task):
@@ -86,12 +86,12 @@ def measure(row: Row, preset: str, rank: int) -> Bytes:
 
 def table(found: Sequence[tuple[Row, Bytes]]) -> list[str]:
     """In millions of bytes."""
-    head = ["spread as", "ranks", "weights", "gradients", "state", "in all"]
+    head = ["strategy", "ranks", "weights", "gradients", "state", "in all"]
     rows = [
         [row.name, str(row.num_ranks), *(f"{n / 1e6:,.1f}" for n in (one.weights, one.gradients, one.state, one.total))]
         for row, one in found
     ]
-    return spaced([head, *rows])
+    return aligned([head, *rows])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

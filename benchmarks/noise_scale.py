@@ -4,10 +4,10 @@
                                      [--batch-size 64] [--accumulate 1]
 
 On the CPU two processes (Gloo, one thread each) compare their gradients; with --device cuda one process compares the
-first of --accumulate passes (4 there) with the whole step. Three copies of one network (with the defaults 4 million
+first of --accumulate micro-batches (4 there) with the whole step. Three copies of one network (by default 4 million
 parameters) are trained by the true strategy: measured in every step, as at the start of a run; in none, as in seven of
-eight steps later; and with --no-noise-scale. They take turns of a few steps in random order, so that whatever else the
-machine does hits all alike, and must have the same weights to the last bit in the end. A ratio is a step's time over
+eight steps later; and with --no-noise-scale. They take turns of a few steps in random order, so that other load on
+the machine affects all equally, and must end with bit-identical weights. A ratio is a step's time over
 that of --no-noise-scale, turn by turn, and its median is shown: 1 is for free.
 """
 
@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import result_line
-from benchmarks.turns import Times, ratios, take_turns, times_of_workers, work
+from benchmarks.paired_timing import Times, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
@@ -129,21 +129,21 @@ def on_gpu(options: argparse.Namespace) -> Times:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, with workers that are this very command where it takes two, and print the ratios."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--pairs", type=int, default=40, help="turns of each side (default: 40)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a turn (default: 5)")
     parser.add_argument("--layers", type=int, default=25, help="linear layers of the network (default: 25)")
     parser.add_argument("--width", type=int, default=400, help="of each layer (default: 400)")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of one worker's pass (default: 64)")
-    parser.add_argument("--accumulate", type=int, help="passes of a step (default: 1 on the CPU, 4 on a GPU)")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples of one worker's micro-batch (default: 64)")
+    parser.add_argument("--accumulate", type=int, help="micro-batches of a step (default: 1 on the CPU, 4 on a GPU)")
     parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     options.accumulate = options.accumulate or {"cpu": 1, "cuda": 4}[options.device]
     if options.worker_folder:
         return work(options.worker_folder, lambda world: measure(world, options))
-    times = on_gpu(options) if options.device == "cuda" else times_of_workers("benchmarks.noise_scale", words)
+    times = on_gpu(options) if options.device == "cuda" else times_of_workers("benchmarks.noise_scale", arguments)
     for side, name in enumerate(SIDES):
         step_ms, cpu_ms = (
             1e3 * statistics.median(pair[side] for pair in seconds) / options.steps

@@ -1,36 +1,27 @@
 """Time of batch norm + ReLU + dropout + residual, and of max-pooling: torch eager, torch.compile and the fused kernels.
 
 The 13 norm layers and 2 pools are those of the reference WideResNet at batch 512 in bf16 channels_last, on CUDA.
-Run: python -m benchmarks.norm_act; with --tune it times tile shapes instead, within a minute.
+Run: python -m benchmarks.norm_act
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import math
-import os
-import random
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from typing import Any
-from unittest import mock
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.command import largest
 from stormo.layers.compile_ahead import compile_ahead
-from stormo.layers.kernel_calls import KernelCall, launch, noting
 from stormo.layers.max_pool import MaxPool2x2
 from stormo.layers.norm_act import NormAct, fused_obstacle, plain_norm_act
-from stormo.layers.norm_tiles import TILES, Tile
 
 Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor]  # x, residual, its bias, the output's gradient
 LayerCall = Callable[[NormAct, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -118,7 +109,7 @@ def tensors(case: Case, batch_size: int) -> Operands:
 
 
 def median_ms(step: Callable[[int], None], num_repeats: int) -> float:
-    """Median device time of a step, which is told its number to take other tensors than the one before."""
+    """Median device time of a step, which gets its number to take other tensors than the one before."""
     for index in range(6):
         step(index)
     torch.cuda.synchronize()
@@ -174,11 +165,6 @@ def check_pool(num_channels: int, side: int, batch_size: int) -> None:
     assert theirs.grad is not None
     if not (torch.equal(y, expected) and torch.equal(own.grad, theirs.grad)):
         sys.exit(f"The fused max-pool of {num_channels} channels and {side}² differs from torch's.")
-
-
-def largest(errors: list[float]) -> float:
-    """The maximum, which is NaN as soon as one value is."""
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def relative_error(case: Case, batch_size: int) -> float:
@@ -272,232 +258,11 @@ def compare(batch_size: int, num_repeats: int, device: torch.device) -> None:
     )
 
 
-# Tuning: every candidate is one tile for all four kernels, so that one pass over the layers times it for each of them.
-
-PROGRAMS_PER_SM = (4, 8, 16, 32, 256)
-STREAMS = ("apply", "input_gradient")
-TIMING_LIMIT_S = 25.0  # compiling comes before it, the last comparison after it: a minute in all
-
-
-def variants() -> list[Tile]:
-    """Tile shapes with 2 or 4 loads of 16 bytes a thread, each plain, with cache hints, and with staged loads."""
-    shapes = [
-        Tile(
-            block_rows=num_loads * num_warps * 256 // width,
-            block_channels=width,
-            num_warps=num_warps,
-            programs_per_sm=16,
-        )
-        for width in (32, 64, 128)
-        for num_warps in (4, 8)
-        for num_loads in (2, 4)
-    ]
-    return [
-        changed
-        for tile in shapes
-        for changed in (
-            tile,
-            replace(tile, load_policy="evict_first"),
-            replace(tile, load_policy="evict_first", store_policy="evict_first"),
-            replace(tile, num_stages=3),
-        )
-    ]
-
-
-def use(tile: Tile) -> None:
-    """Makes a tile that of every kernel."""
-    for name in TILES:
-        TILES[name] = (tile,)
-
-
-class Target:
-    """Stands in for triton's driver in processes that compile and never touch the device."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        """What to compile for."""
-        return self.target
-
-    def get_current_device(self) -> int:
-        """Any number."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """Any number."""
-        return 0
-
-
-def begin_worker(capability: int) -> None:
-    """Prepares a compiling process."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    driver.set_active(Target(GPUTarget("cuda", capability, 32)))
-
-
-def compile_variant(tile: Tile) -> str | None:
-    """Compiles one tile's kernels into triton's cache on disk; what went wrong, if anything."""
-    from stormo.layers.fused_norm import norm_act
-
-    use(tile)
-    with noting() as calls:
-        for dropout, has_residual, has_bias in ((0.0, 0, 0), (0.01, 0, 0), (0.0, 1, 0), (0.0, 1, 1)):
-            # Any size will do: kernels are compiled for channel counts that 16 divides, whatever the count is.
-            x = torch.zeros(2, 32, 4, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-            weight, bias, mean, variance, residual_bias = (
-                torch.zeros(32).requires_grad_(n in (0, 4)) for n in range(5)
-            )
-            y = norm_act(
-                x.requires_grad_(),
-                x.detach() if has_residual else None,
-                weight,
-                bias,
-                mean,
-                variance,
-                training=True,
-                momentum=0.1,
-                eps=1e-5,
-                dropout=dropout,
-                activation=True,
-                residual_bias=residual_bias if has_bias else None,
-                num_batches_tracked=torch.tensor(0),
-            )
-            y.sum().backward()
-    try:
-        for call in calls:
-            call.kernel.warmup(*call.operands, grid=call.grid, **call.settings)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def record_calls(case: Case, operands: Operands) -> list[KernelCall]:
-    """The kernel calls of one forward and backward pass, which has run when this returns."""
-    from stormo.layers import fused_norm
-
-    calls: list[KernelCall] = []
-
-    def launch_and_record(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
-        calls.append(KernelCall(kernel=kernel, grid=grid, operands=arguments, settings=settings))
-        launch(kernel, grid, *arguments, **settings)
-
-    layer = NormAct(case.num_channels, dropout=case.dropout).cuda()
-    x, residual, residual_bias, grad = operands
-    x.grad = None
-    # The module's own name is replaced, because the backward pass runs in a thread of its own.
-    with mock.patch.object(fused_norm, "launch", launch_and_record):
-        layer(x, residual, residual_bias).backward(grad)
-    return calls
-
-
-def kernel_times_ms(case: Case, operands: list[Operands], num_repeats: int) -> dict[str, float]:
-    """Median device time of each kernel of a layer, in the order and on the caches of a step."""
-    sets = [record_calls(case, one) for one in operands]
-    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
-    torch.cuda._sleep(3_000_000)  # the host gets ahead, as in `median_ms`
-    for index in range(num_repeats):
-        for call in sets[index % len(sets)]:
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            call.kernel[call.grid](*call.operands, **call.settings)
-            after.record()
-            marks[call.kernel.fn.__name__.removesuffix("_kernel")].append((before, after))
-    torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in marks.items()}
-
-
-def in_words(tile: Tile, name: str) -> str:
-    """A tile as one would write it into the table."""
-    extra = f", num_stages={tile.num_stages}" if tile.num_stages > 1 else ""
-    if name in STREAMS:
-        extra += f", load_policy={tile.load_policy!r}" if tile.load_policy else ""
-        extra += f", store_policy={tile.store_policy!r}" if tile.store_policy else ""
-    return (
-        f"Tile(block_rows={tile.block_rows}, block_channels={tile.block_channels}, num_warps={tile.num_warps}, "
-        f"programs_per_sm={tile.programs_per_sm}{extra})"
-    )
-
-
-def network_ms(batch_size: int) -> float:
-    """Forward and backward of all norm layers with the tiles in use."""
-    return sum(case.num_layers * layer_ms(fused, case, batch_size, 12) for case in CASES)
-
-
-def tune(batch_size: int) -> None:
-    """Times tile shapes for every kernel and prints the best few, overall and by width."""
-    began_s = time.perf_counter()
-    shipped = dict(TILES)
-    major, minor = torch.cuda.get_device_capability()
-    num_workers = min(16, len(os.sched_getaffinity(0)))
-    tiles = variants()
-    with ProcessPoolExecutor(num_workers, get_context("spawn"), begin_worker, (10 * major + minor,)) as pool:
-        failures = list(pool.map(compile_variant, tiles))
-    for tile, failure in zip(tiles, failures, strict=True):
-        if failure is not None:
-            print(f"left out, does not compile: {in_words(tile, 'apply')}: {failure.splitlines()[0]}")
-    tiles = [tile for tile, failure in zip(tiles, failures, strict=True) if failure is None]
-    print(f"{len(tiles)} variants compiled in {time.perf_counter() - began_s:.1f} s by {num_workers} processes")
-
-    candidates = [replace(tile, programs_per_sm=number) for tile in tiles for number in PROGRAMS_PER_SM]
-    random.Random(0).shuffle(candidates)  # so that a cut for time is a fair sample
-    times: dict[tuple[str, int], dict[Tile, list[float]]] = defaultdict(lambda: defaultdict(list))
-    num_timed = 0
-    timing_began_s = time.perf_counter()
-    operands = [[tensors(case, batch_size) for _ in range(2)] for case in CASES]
-    for tile in candidates:
-        if time.perf_counter() - timing_began_s > TIMING_LIMIT_S:
-            break
-        num_timed += 1
-        use(tile)
-        for index, case in enumerate(CASES):
-            for name, time_ms in kernel_times_ms(case, operands[index], 6).items():
-                if name in TILES:
-                    # Sums have no cache hints: variants that differ in them alone are one.
-                    key = tile if name in STREAMS else replace(tile, load_policy="", store_policy="")
-                    times[name, index][key].append(time_ms)
-    print(f"{num_timed} of {len(candidates)} candidates timed after {time.perf_counter() - began_s:.1f} s")
-
-    best: dict[str, tuple[Tile, ...]] = {}
-    by_width: dict[str, tuple[Tile, ...]] = {}
-    for name in shipped:
-        totals = totals_ms(times, name, CASES)
-        wide = totals_ms(times, name, [case for case in CASES if case.num_channels % 64 == 0])
-        narrow = totals_ms(times, name, [case for case in CASES if case.num_channels % 64])
-        print(f"{name}: all 13 layers {next(iter(totals.values())):.3f} ms at best")
-        for tile, total_ms in list(totals.items())[:4]:
-            print(f"  {total_ms:7.3f} ms  {in_words(tile, name)}")
-        for label, part in (("320 and 640", wide), ("16 and 160", narrow)):
-            tile, total_ms = next(iter(part.items()))
-            print(f"  {label} channels: {total_ms:7.3f} ms  {in_words(tile, name)}")
-        best[name] = (next(iter(totals)),)
-        # A layer takes the first tile whose width divides its channels: 64 divides 320 and 640, and not 160.
-        first, second = next((t for t in wide if t.block_channels == 64), None), next(iter(narrow))
-        by_width[name] = best[name] if first is None else (first, second)
-    for label, table in (("shipped tiles", shipped), ("best tile a kernel", best), ("best by width", by_width)):
-        TILES.update(table)
-        print(f"{label}: forward + backward of all 13 layers {network_ms(batch_size):.3f} ms", flush=True)
-    print(f"tuned in {time.perf_counter() - began_s:.1f} s")
-
-
-def totals_ms(
-    times: dict[tuple[str, int], dict[Tile, list[float]]], name: str, cases: Sequence[Case]
-) -> dict[Tile, float]:
-    """Tiles from fast to slow with a kernel's time over the layers of some cases."""
-    totals = {
-        tile: sum(case.num_layers * statistics.median(times[name, CASES.index(case)][tile]) for case in cases)
-        for tile in times[name, CASES.index(cases[0])]
-    }
-    return dict(sorted(totals.items(), key=lambda pair: pair[1]))
-
-
 def main() -> None:
-    """Compares, or tunes."""
+    """Compare on this GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--tune", action="store_true", help="time tile shapes of the kernels and print the best")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark measures CUDA kernels and there is no CUDA device; run it on a machine with one.")
@@ -506,10 +271,7 @@ def main() -> None:
     if obstacle is not None:
         sys.exit(f"There is nothing to compare: {obstacle}.")
     torch.manual_seed(0)
-    if arguments.tune:
-        tune(arguments.batch_size)
-    else:
-        compare(arguments.batch_size, arguments.repeats, device)
+    compare(arguments.batch_size, arguments.repeats, device)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import largest, relative_difference, result_line, spaced
+from benchmarks.command import aligned, largest, relative_difference, result_line
 from stormo.optim import LAMB, LARC, LARS, NovoGrad
 
 LIMIT = 1e-12
 SHAPES = ((7, 5), (4, 3, 3, 3), (1, 6), (5,), (), (6, 2), (3, 4))
 ZERO, IDLE = 5, 6  # the layer that begins at zero, and the one without a gradient in every third step
-Step = Callable[[Tensor, Tensor, dict[str, Any], float, bool], Tensor]  # w, g, state, rate, adapted -> w
+Step = Callable[[Tensor, Tensor, dict[str, Any], float, bool], Tensor]  # w, g, state, lr, adapted -> w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +40,16 @@ class Case:
 
 
 def lars(*, nesterov: bool = False, clipped: bool = False, decay: float = 0.01, trust: float = 0.3) -> Step:
-    """Algorithm 1 of arXiv 1708.03888; `clipped` is LARC, whose layers have min(local, global) for their rate."""
+    """Algorithm 1 of arXiv 1708.03888; `clipped` is LARC, whose layers have min(local, global) for their lr."""
     momentum = 0.9
 
-    def step(w: Tensor, g: Tensor, state: dict[str, Any], rate: float, adapted: bool) -> Tensor:
+    def step(w: Tensor, g: Tensor, state: dict[str, Any], lr: float, adapted: bool) -> Tensor:
         beta = decay if adapted else 0.0
         w_norm, g_norm = w.norm().item(), g.norm().item()
         if adapted and w_norm > 0 and g_norm + beta * w_norm > 0:
             local = trust * w_norm / (g_norm + beta * w_norm)
-            rate = min(local, rate) if clipped else rate * local
-        change = rate * (g + beta * w)
+            lr = min(local, lr) if clipped else lr * local
+        change = lr * (g + beta * w)
         v: Tensor = momentum * state.get("v", torch.zeros_like(w)) + change
         state["v"] = v
         return w - (momentum * v + change if nesterov else v)
@@ -61,7 +61,7 @@ def lamb(*, bounds: tuple[float, float] | None = None, decay: float = 0.01) -> S
     """Algorithm 2 of arXiv 1904.00962; `bounds` are those of its φ."""
     beta1, beta2, eps = 0.9, 0.999, 1e-6
 
-    def step(w: Tensor, g: Tensor, state: dict[str, Any], rate: float, adapted: bool) -> Tensor:
+    def step(w: Tensor, g: Tensor, state: dict[str, Any], lr: float, adapted: bool) -> Tensor:
         zero = torch.zeros_like(w)
         t = state["t"] = state.get("t", 0) + 1
         m: Tensor = beta1 * state.get("m", zero) + (1 - beta1) * g
@@ -69,11 +69,11 @@ def lamb(*, bounds: tuple[float, float] | None = None, decay: float = 0.01) -> S
         state["m"], state["v"] = m, v
         r: Tensor = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
         if not adapted:
-            return w - rate * r
+            return w - lr * r
         u = r + decay * w
         w_norm, u_norm = w.norm().item(), u.norm().item()
         phi = w_norm if bounds is None else min(max(w_norm, bounds[0]), bounds[1])
-        return w - rate * (phi / u_norm if phi > 0 and u_norm > 0 else 1.0) * u
+        return w - lr * (phi / u_norm if phi > 0 and u_norm > 0 else 1.0) * u
 
     return step
 
@@ -82,7 +82,7 @@ def novograd(*, averaging: bool = False, decay: float = 0.01) -> Step:
     """Algorithm 1 of arXiv 1905.11286; `averaging` weighs what is new by 1 - beta1."""
     beta1, beta2, eps = 0.95, 0.98, 1e-8
 
-    def step(w: Tensor, g: Tensor, state: dict[str, Any], rate: float, adapted: bool) -> Tensor:
+    def step(w: Tensor, g: Tensor, state: dict[str, Any], lr: float, adapted: bool) -> Tensor:
         update = g
         if adapted:
             square = (g * g).sum().item()
@@ -90,7 +90,7 @@ def novograd(*, averaging: bool = False, decay: float = 0.01) -> Step:
             update = g / (v**0.5 + eps) + decay * w
         m: Tensor = beta1 * state.get("m", torch.zeros_like(w)) + (1 - beta1 if averaging else 1.0) * update
         state["m"] = m
-        return w - rate * m
+        return w - lr * m
 
     return step
 
@@ -121,13 +121,13 @@ def difference(case: Case, num_steps: int) -> float:
     optimizer = case.kind(parameters, lr=0.1, weight_decay=0.01, **case.options)  # type: ignore[call-arg]
     differences = []
     for step in range(num_steps):
-        rate = 0.1 * (1 + step % 7)
-        optimizer.param_groups[0]["lr"] = rate
+        lr = 0.1 * (1 + step % 7)
+        optimizer.param_groups[0]["lr"] = lr
         for index, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
             gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.grad = None if index == IDLE and step % 3 == 0 else gradient
             if parameter.grad is not None:
-                weights[index] = case.paper(weights[index], gradient, state, rate, parameter.ndim > 1)
+                weights[index] = case.paper(weights[index], gradient, state, lr, parameter.ndim > 1)
         optimizer.step()
         ours = {str(index): parameter.detach() for index, parameter in enumerate(parameters)}
         differences.append(relative_difference(ours, {str(index): w for index, w in enumerate(weights)}))
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     differences = {case.name: difference(case, options.steps) for case in CASES}
     head = ["optimizer", f"max relative difference in {options.steps} steps"]
-    print("\n".join(spaced([head, *([name, f"{value:.2e}"] for name, value in differences.items())])))
+    print("\n".join(aligned([head, *([name, f"{value:.2e}"] for name, value in differences.items())])))
     worst = largest(differences.values())
     print(result_line({"max_relative_difference": worst}))
     return 0 if worst <= LIMIT else 1

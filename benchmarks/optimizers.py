@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import result_line, spaced
+from benchmarks.command import aligned, result_line
 from stormo.optim import LAMB, LARS, NovoGrad
 
 _NUM_WARM_UP_ROUNDS = 2
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     figures[f"{rule.name}_vs_{other}"] = times_ms.get(other, math.nan) / times_ms["stormo"]
     name = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else str(options.device)
     print(f"{name}, torch {torch.__version__}, medians of {options.rounds} turns of {options.steps} steps")
-    print("\n".join([*spaced(rows), *dict.fromkeys(obstacles)]))
+    print("\n".join([*aligned(rows), *dict.fromkeys(obstacles)]))
     ordered = [f"{rule.name}_vs_{side}" for side in ("timm", "loop") for rule in RULES]
     print(result_line({ratio: figures[ratio] for ratio in ordered}))
     return 0

@@ -3,13 +3,13 @@
     python -m benchmarks.overhead [--pairs 60] [--steps 20]
 
 Both run in the same two processes (Gloo, one thread each), in turns of a few steps, in random order within a pair, so
-that whatever else the machine does hits both alike. stormo's turns are its true `loop.train` with the parts that a
+that other load on the machine affects both equally. stormo's turns are its true `loop.train` with the parts that a
 real worker puts together and everything on that is on by default: votes, records to console, event file and
 TensorBoard, sample-order digest, signs of life; no checkpoints. The hand-written loop has the same network, data in
 memory, batch, loss and fused optimizer, and DDP with its defaults. A second hand-written loop gives DDP the options
 that stormo gives it (no broadcast of buffers, gradients as views), which leaves the loop alone to compare.
 A ratio is stormo's steps per second over the other's, pair by pair; its median must reach 0.98. CPU time a step is
-shown beside, which tells on a busy machine whether a difference is work or waiting.
+shown beside, which shows on a busy machine whether a difference is work or waiting.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from benchmarks.command import result_line, small_task
-from benchmarks.turns import NUM_WORKERS, Times, ratios, take_turns, times_of_workers
+from benchmarks.paired_timing import NUM_WORKERS, Times, ratios, take_turns, times_of_workers
 
 if TYPE_CHECKING:
-    from stormo.training.loop import Outcome, Training
+    from stormo.training.context import RunContext
+    from stormo.training.loop import Outcome
 
 PROMISED = 0.98
 SIDES = ("stormo", "hand-written", "hand-written, stormo's DDP options")
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
 
 
-def stormo_side(run: Training) -> Callable[[int], None]:
+def stormo_side(run: RunContext) -> Callable[[int], None]:
     """Turns of stormo's loop; a turn begins an epoch and is ended by the stop flag, as a signal would end it."""
-    from stormo.launch.signals import StopFlag
+    from stormo.system.signals import StopFlag
     from stormo.training.loop import train
 
     progress = run.state.progress
@@ -49,18 +50,18 @@ def stormo_side(run: Training) -> Callable[[int], None]:
         progress.epoch, progress.position = progress.epoch + 1, 0
         run.state.loss_sum.zero_()
 
-        def sign_of_life(step: int) -> None:
-            run.sign_of_life(step)
+        def heartbeat(step: int) -> None:
+            run.heartbeat(step)
             if step == last_step - 1:
                 flag.signal_number = signal.SIGTERM  # agreed on in the step to come, the last one
 
-        outcome = train(dataclasses.replace(run, flag=flag, sign_of_life=sign_of_life, save=lambda metric: None))
+        outcome = train(dataclasses.replace(run, stop_flag=flag, heartbeat=heartbeat, save=lambda metric: None))
         assert (outcome.stopped_by, progress.step) == ("signal", last_step)
 
     return turn
 
 
-def hand_written_side(run: Training, *, is_tuned: bool) -> Callable[[int], None]:
+def hand_written_side(run: RunContext, *, is_tuned: bool) -> Callable[[int], None]:
     """Turns of a loop as a user of DDP would write it; nothing but the network and the data comes from stormo."""
     import torch
     import torch.distributed as dist
@@ -94,7 +95,7 @@ def hand_written_side(run: Training, *, is_tuned: bool) -> Callable[[int], None]
     return turn
 
 
-def measure(run: Training, num_pairs: int, num_steps: int) -> Times:
+def measure(run: RunContext, num_pairs: int, num_steps: int) -> Times:
     """Let the sides take turns."""
     turns = (stormo_side(run), hand_written_side(run, is_tuned=False), hand_written_side(run, is_tuned=True))
     return take_turns(run.world, turns, num_pairs, num_steps)
@@ -110,27 +111,27 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
     from stormo.training.loop import Outcome
     from stormo.training.settings import read_settings
 
-    def measure_instead(run: Training) -> Outcome:
+    def measure_instead(run: RunContext) -> Outcome:
         times = measure(run, num_pairs, num_steps)
         if run.world.is_main:
             times.save(folder)
         return Outcome("epochs")
 
     config, task_class = read_settings(list(flags))
-    place = local.rank_info(os.environ)
-    lifeline = open_failure_reporter(place)
-    store = Store(place, config.workers.timeout)
+    rank_info = local.rank_info(os.environ)
+    reporter = open_failure_reporter(rank_info)
+    store = Store(rank_info, config.workers.timeout)
     task = task_class(config.task_options)
     with mock.patch.object(trainer, "train", measure_instead):
-        code = trainer.run_worker(config, resolve_layout(config, []), task, place, store, lifeline)
-    lifeline.close()
+        code = trainer.run_worker(config, resolve_layout(config, []), task, rank_info, store, reporter)
+    reporter.close()
     return code
 
 
 def flags(options: argparse.Namespace, folder: Path) -> list[str]:
     """The settings of stormo's side."""
     num_samples = options.steps * options.batch_size * NUM_WORKERS * 2  # a turn never reaches the end of an epoch
-    words = [
+    arguments = [
         small_task("Small"),
         *("--task.width", str(options.width), "--task.dropout", "0", "--task.train-samples", str(num_samples)),
         *("--task.validation-samples", "10", "--batch-size", str(options.batch_size), "--device", "cpu"),
@@ -138,12 +139,12 @@ def flags(options: argparse.Namespace, folder: Path) -> list[str]:
         *("--momentum", str(_MOMENTUM), "--warmup-epochs", "0", "--epochs", "1000000", "--checkpoint-every", "0"),
         *("--runs-folder", str(folder), "--run-name", "overhead"),
     ]
-    return words + (["--task.data-folder", options.data_folder] if options.data_folder else [])
+    return arguments + (["--task.data-folder", options.data_folder] if options.data_folder else [])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the two workers, which are this very command, and print what they measured."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=60, help="turns of each side (default: 60)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a turn (default: 20)")
@@ -151,10 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=2, help="of the small network (default: 2)")
     parser.add_argument("--data-folder", help="with the data set's files; default: found or fetched")
     parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.worker_folder:
         return work(options.worker_folder, flags(options, options.worker_folder), options.pairs, options.steps)
-    times = times_of_workers("benchmarks.overhead", words)
+    times = times_of_workers("benchmarks.overhead", arguments)
     for side, name in enumerate(SIDES):
         step_ms, cpu_ms = (
             1e3 * statistics.median(pair[side] for pair in seconds) / options.steps

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.command import result_line
-from benchmarks.turns import Times, Turn, ratios, take_turns, times_of_workers, work
+from benchmarks.paired_timing import Times, Turn, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
@@ -39,8 +39,8 @@ class Side:
     held_up: str = ""
 
     def __str__(self) -> str:
-        words = self.strategy if self.strategy != "server" else f"{self.servers} server{'s' * (self.servers > 1)}"
-        return words + ", stale" * self.is_stale + (f", held up {self.held_up}" if self.held_up else "")
+        label = self.strategy if self.strategy != "server" else f"{self.servers} server{'s' * (self.servers > 1)}"
+        return label + ", stale" * self.is_stale + (f", held up {self.held_up}" if self.held_up else "")
 
 
 SIDES = (
@@ -58,8 +58,8 @@ FIGURES = {"one_server": (1, 0), "two_servers": (2, 0), "stale_now_and_then": (4
 
 def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib.ExitStack) -> Turn:
     """Steps as the loop takes them; what runs beside them runs until the stack is left."""
-    from benchmarks.slow_task import Wide
-    from benchmarks.spread_worker import batches
+    from benchmarks.strategy_tasks import Wide
+    from benchmarks.strategy_worker import batches
     from stormo.config.layout import resolve_layout
     from stormo.config.plan import resolve
     from stormo.config.schema import Batch, Optimizer, Speed, TrainConfig, Workers
@@ -95,7 +95,7 @@ def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib
 
     def turn(num_steps: int) -> None:
         for _ in range(num_steps):
-            vote.cast(0)
+            vote.start(0)
             if is_held_up():
                 time.sleep(1e-3 * options.delay_ms)
             made.micro_step(next(following))
@@ -116,7 +116,7 @@ def measure(world: World, options: argparse.Namespace) -> Times:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the two workers, which are this very command, and print what they measured."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10, help="turns of each side (default: 10)")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a turn (default: 40)")
@@ -125,10 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--delay-ms", type=float, default=40.0, help="by which a step is held up (default: 40)")
     parser.add_argument("--staleness", type=int, default=4, help="of the stale sides (default: 4)")
     parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.worker_folder:
         return work(options.worker_folder, lambda world: measure(world, options))
-    _show(times_of_workers("benchmarks.parameter_server", words), options.steps)
+    _show(times_of_workers("benchmarks.parameter_server", arguments), options.steps)
     return 0
 
 

@@ -51,11 +51,11 @@ def run(promise: dict[str, Any]) -> None:
     """Run its commands and store machine, commit, date and the result lines."""
     promise["results"] = []
     for command in promise["commands"]:
-        words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-        if words[0] == "pytest":
-            words = [sys.executable, "-m", *words, "-q"]
+        arguments = [sys.executable if word == "python" else word for word in shlex.split(command)]
+        if arguments[0] == "pytest":
+            arguments = [sys.executable, "-m", *arguments, "-q"]
         print(f"$ {command}", flush=True)
-        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         print(done.stdout, flush=True)
         if done.returncode:
             sys.exit(f"{command} ended with {done.returncode}: nothing was stored")
@@ -64,8 +64,8 @@ def run(promise: dict[str, Any]) -> None:
 
 
 def _commit() -> str:
-    words = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    arguments = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _machine() -> str:

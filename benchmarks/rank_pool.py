@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.command import free_port
+
 MAX_THREADS = 120  # of a rank: torch keeps some for every group that it has made, and thousands slow it down
-_PRELOAD = ["torch", "torch._dynamo", "stormo.parallel.table", "benchmarks.spread_worker"]
-_GRACE_S = 3.0  # for the others to say what they have seen, once a rank has failed
-_FAREWELL_S = 5.0  # for a rank to end by itself
+_PRELOAD = ["torch", "torch._dynamo", "stormo.parallel.table", "benchmarks.strategy_worker"]
+_GRACE_S = 3.0  # for the others to report, once a rank has failed
+_JOIN_S = 5.0  # for a rank to end
 
 
 class RankFailedError(Exception):
@@ -43,7 +44,7 @@ class RankPool:
         """Call the function in `size` ranks; the error of the first rank that fails is raised."""
         while len(self._members) < size:
             self._members.append(_start())
-        port = _free_port()
+        port = free_port()
         for rank in range(size):
             self._members[rank][1].send((rank, size, port, self._timeout_s, function, arguments))
         answers = self._answers(size)
@@ -67,7 +68,7 @@ class RankPool:
                 try:
                     is_good, answer, num_threads = connection.recv()
                 except EOFError:
-                    is_good, answer, num_threads = False, f"rank {rank} ended without a word", 0
+                    is_good, answer, num_threads = False, f"rank {rank} ended without an answer", 0
                 if is_good:
                     answers[rank] = answer, num_threads
                 else:
@@ -82,7 +83,7 @@ class RankPool:
         for _, connection in self._members:
             connection.close()
         for process, _ in self._members:
-            process.join(_FAREWELL_S)
+            process.join(_JOIN_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -98,12 +99,6 @@ def _start() -> tuple[Any, Connection]:
     process.start()
     theirs.close()  # only the rank holds it, so that its end is seen
     return process, ours
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(connection: Connection) -> None:
@@ -124,7 +119,7 @@ def _serve(connection: Connection) -> None:
             answer = function(world, *arguments)
             world.close()
         except BaseException:
-            # Told before this rank leaves its group: others will complain of that.
+            # Sent before this rank leaves its group, of which the others will complain.
             with contextlib.suppress(OSError):
                 connection.send((False, traceback.format_exc(), 0))
             return
@@ -140,7 +135,7 @@ def _join(rank: int, size: int, port: int, timeout_s: float) -> Any:
     from stormo.distributed.world import World
     from stormo.launch import RankInfo
 
-    place = RankInfo(
+    rank_info = RankInfo(
         launcher="local" if size > 1 else "alone",
         rank=rank,
         world_size=size,
@@ -152,5 +147,5 @@ def _join(rank: int, size: int, port: int, timeout_s: float) -> Any:
         master_port=port,
         host="localhost",
     )
-    store = Store(place, timeout_s) if size > 1 else None
-    return World(place, torch.device("cpu"), store=store, timeout_s=timeout_s, needs_group=True)
+    store = Store(rank_info, timeout_s) if size > 1 else None
+    return World(rank_info, torch.device("cpu"), store=store, timeout_s=timeout_s, needs_group=True)

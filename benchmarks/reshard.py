@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command import result_line, spaced
+from benchmarks.command import aligned, result_line
 from benchmarks.rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from benchmarks.spread_worker import Built
+    from benchmarks.strategy_worker import Built
     from stormo.checkpoint import Snapshot
     from stormo.distributed.world import World
 
@@ -53,8 +53,8 @@ _NUM_SAMPLES = 24
 
 
 def _build(world: World, name: str, optimizer: str) -> Built:
-    from benchmarks.spread_tasks import make_task
-    from benchmarks.spread_worker import build
+    from benchmarks.strategy_tasks import make_task
+    from benchmarks.strategy_worker import build
 
     flags = {"optimizer": optimizer, "global_batch_size": 12, "lr_rule": "none", "precision": "fp64"}
     built = build(world, make_task("GPT", _NUM_SAMPLES), {**flags, **MESHES[name][1]})
@@ -67,22 +67,21 @@ def _save(world: World, built: Built, step: int, folder: str) -> str:
     import torch
 
     from stormo.checkpoint import RetentionPolicy, Saver
-    from stormo.training.progress import Progress
-    from stormo.training.state import RunState
+    from stormo.training.state import Progress, RunState
 
     loss_sum = torch.zeros((), dtype=torch.float64)
     state = RunState(progress=Progress(step=step), strategy=built.strategy, loss_sum=loss_sum)
     saving = RetentionPolicy(step=step, identity="", keep_last=1)
     saver = Saver(world, in_background=False)
     saver.begin(state.content(world, 0), Path(folder) if world.is_main else None, saving)
-    saver.settle()
+    saver.wait()
     done = saver.finished()
     return "" if done is None else str(done.saved.path)
 
 
 def train_and_save(world: World, name: str, optimizer: str, folder: str) -> Left:
     """In a rank: two steps and a checkpoint, then one more step."""
-    from benchmarks.spread_worker import train
+    from benchmarks.strategy_worker import train
 
     built = _build(world, name, optimizer)
     train(world, built, NUM_STEPS, RATE)
@@ -94,9 +93,8 @@ def restore_and_save(world: World, name: str, optimizer: str, sources: Sequence[
     """In a rank: restore one checkpoint after the other, save each again, and take one more step."""
     import torch
 
-    from benchmarks.spread_worker import train
-    from stormo.training.progress import Progress
-    from stormo.training.state import RunState
+    from benchmarks.strategy_worker import train
+    from stormo.training.state import Progress, RunState
 
     built = _build(world, name, optimizer)
     left = []
@@ -141,22 +139,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         saved: list[Left] = []
         for number, name in enumerate(names):
             print(f"training under {name} ...", file=sys.stderr, flush=True)
-            place = f"{folder}/from/{number}"
-            saved.append(pool.run(train_and_save, MESHES[name][0], name, options.optimizer, place)[0])
+            path = f"{folder}/from/{number}"
+            saved.append(pool.run(train_and_save, MESHES[name][0], name, options.optimizer, path)[0])
         sources, wholes = [path for path, _ in saved], [load(path) for path, _ in saved]
         for number, name in enumerate(names):
             print(f"restoring under {name} ...", file=sys.stderr, flush=True)
-            place = f"{folder}/to/{number}"
-            taken = pool.run(restore_and_save, MESHES[name][0], name, options.optimizer, sources, place)[0]
+            path = f"{folder}/to/{number}"
+            taken = pool.run(restore_and_save, MESHES[name][0], name, options.optimizer, sources, path)[0]
             for source, whole, (_, before), (path, loss) in zip(names, wholes, saved, taken, strict=True):
-                goes_on = math.isclose(loss, before, rel_tol=LIMIT)
-                found[source, name] = difference(load(path), whole) or ("" if goes_on else "the next loss")
+                resumes_equal = math.isclose(loss, before, rel_tol=LIMIT)
+                found[source, name] = difference(load(path), whole) or ("" if resumes_equal else "the next loss")
     head = ["saved under", *(f"to {number}" for number in range(1, len(names) + 1))]
     rows = [
         [f"{number} {source}", *("=" if not found[source, name] else "differs" for name in names)]
         for number, source in enumerate(names, start=1)
     ]
-    print("\n".join(spaced([head, *rows])))
+    print("\n".join(aligned([head, *rows])))
     for (source, name), what in found.items():
         if what:
             print(f"{source} to {name}: {what} differs")

@@ -1,4 +1,4 @@
-"""Steps of stormo's own loop, taken in turns by two workers whose link is held to a rate."""
+"""Steps of stormo's own loop, interleaved on two workers whose link is limited to a rate."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.turns import Times, Turn, take_turns, times_of_workers, work
+from benchmarks.paired_timing import Times, Turn, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
     from stormo.config.schema import TrainConfig
     from stormo.data.loaders import Batch, Loader
     from stormo.distributed.world import World
-    from stormo.training.progress import Progress
+    from stormo.training.state import Progress
 
 _INSIDE = "STORMO_SLOW_LINK"
 
 
 def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
     """Steps by these settings, as the loop takes them."""
-    from benchmarks.slow_task import Wide
+    from benchmarks.strategy_tasks import Wide
     from stormo.config.layout import resolve_layout
     from stormo.config.plan import resolve
     from stormo.distributed.world import AsyncAllReduce
     from stormo.parallel.table import strategy_class
-    from stormo.training.progress import Progress
+    from stormo.training.state import Progress
     from stormo.training.trainer import make_loader
 
     task = Wide(width)
@@ -42,7 +42,7 @@ def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
     def turn(num_steps: int) -> None:
         for _ in range(num_steps):
             batch = next(batches)
-            vote.cast(0)
+            vote.start(0)
             made.micro_step(batch)
             made.step(0.01)
             progress.advance(loader.samples(batch.span))
@@ -70,13 +70,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(
     module: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     options: argparse.Namespace,
     names: Sequence[str],
     side: Callable[[World, str, argparse.Namespace], Turn],
     show: Callable[[Times, argparse.Namespace], None],
 ) -> int:
-    """Start this very command again in a network of its own, then as two workers, and show what they measured."""
+    """Start this command again in a network namespace, then as two workers, and show what they measured."""
 
     def sides(world: World) -> list[Turn]:
         return [side(world, name, options) for name in names]
@@ -84,14 +84,14 @@ def run(
     if options.worker_folder:
         return work(options.worker_folder, lambda world: take_turns(world, sides(world), options.pairs, options.steps))
     if _INSIDE not in os.environ:
-        return _slowed(module, words, options.rate_mbit)
-    show(times_of_workers(module, words), options)
+        return _slowed(module, arguments, options.rate_mbit)
+    show(times_of_workers(module, arguments), options)
     return 0
 
 
-def _slowed(module: str, words: Sequence[str], rate_mbit: int) -> int:
+def _slowed(module: str, arguments: Sequence[str], rate_mbit: int) -> int:
     link = f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate_mbit}mbit burst 256kb latency 200ms"
-    command = ["unshare", "--net", "sh", "-c", f'{link} && exec "$@"', "sh", sys.executable, "-m", module, *words]
+    command = ["unshare", "--net", "sh", "-c", f'{link} && exec "$@"', "sh", sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env={**os.environ, _INSIDE: "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}, check=False)
     return done.returncode
 

@@ -60,8 +60,8 @@ class Small(FashionMnist):
 class Witness(Small):
     """The small task; after every optimizer step it appends which samples the step was made of.
 
-    A line counts what entered the gradients that the optimizer applied: passes whose gradients were cleared before a
-    step leave no trace. The digests of the parameters before and after tell which step follows which.
+    A line counts what entered the gradients that the optimizer applied: micro-batches whose gradients were cleared
+    before a step leave no trace. The digests of the parameters before and after tell which step follows which.
     """
 
     name = "witness"
@@ -105,7 +105,7 @@ class Witness(Small):
         """Mean cross-entropy; the samples are remembered until the optimizer steps."""
         images, labels, samples = batch
         assert self._net is not None
-        if next(self._net.parameters()).grad is None:  # what earlier passes gave was applied or thrown away
+        if next(self._net.parameters()).grad is None:  # earlier gradients were applied or discarded
             self._pending = []
             self._before = parameter_digest(self._net)
         self._pending += samples.tolist()

@@ -1,4 +1,4 @@
-"""The ways to spread a model that `benchmarks.strategy_exactness` compares with one process, and with what settings."""
+"""The parallel setups that `benchmarks.strategy_exactness` compares with one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Rates at which 20 steps move the weights visibly and no loss is lost.
+# Learning rates at which 20 steps move the weights visibly and no run diverges.
 OPTIMIZERS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
     "sgd": (0.1, {"nesterov": True}),
     "adamw": (0.003, {"eps": 1e-6}),  # with less, rounding of gradients that are next to zero is blown up
@@ -20,15 +20,15 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 BOTH, GPT, DEEP, RESNET = ("GPT", "WideResNet"), ("GPT",), ("deep GPT",), ("WideResNet",)
 # Neither batch nor epoch divides by the workers; the last batch of 3 leaves most of 8 workers without a sample.
 _UNEVEN = {"global_batch_size": 11, "num_samples": 25}
-# A pipeline cuts a pass into equal parts. Its last batch is a single sample.
+# A pipeline splits a batch into equal micro-batches. Its last batch is a single sample.
 _EVEN = {"global_batch_size": 8, "num_samples": 17}
-# Batch norm sees the parts of a pass one after the other, as one process does that accumulates them.
+# Batch norm sees the micro-batches one after the other, as in one process that accumulates them.
 _PARTS = {"global_batch_size": 12, "num_samples": 24}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """One way to spread a model; `flags` are settings by field name."""
+class Setup:
+    """How a model is parallelised; `flags` are settings by field name."""
 
     strategy: str  # one of NAMES
     text: str
@@ -42,26 +42,26 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A way, for one task under one optimizer."""
+    """A setup, for one task under one optimizer."""
 
-    way: Way
+    setup: Setup
     task: str
     optimizer: str
 
     @property
     def num_samples(self) -> int:
         """Samples of an epoch."""
-        return self.way.data["num_samples"]
+        return self.setup.data["num_samples"]
 
     @property
-    def rate(self) -> float:
-        """The learning rate of the first step."""
+    def learning_rate(self) -> float:
+        """Of the first step."""
         return OPTIMIZERS[self.optimizer][0]
 
     def flags(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """All settings, with those of the way or of its reference."""
+        """All settings, with those of the setup or of its reference."""
         common = {"precision": "fp64", "weight_decay": 0.01, "clip_norm": 0.5, "sync_batch_norm": self.is_synchronised}
-        named = {"optimizer": self.optimizer, "global_batch_size": self.way.data["global_batch_size"]}
+        named = {"optimizer": self.optimizer, "global_batch_size": self.setup.data["global_batch_size"]}
         return {**common, **named, **OPTIMIZERS[self.optimizer][1], **own}
 
     @property
@@ -72,37 +72,42 @@ class Case:
     @property
     def reference(self) -> tuple[Any, ...]:
         """What names the run of one process that this one must equal."""
-        way = self.way
-        return self.task, self.optimizer, tuple(way.data.items()), tuple(way.reference_flags.items())
+        setup = self.setup
+        return (
+            self.task,
+            self.optimizer,
+            tuple(setup.data.items()),
+            tuple(setup.reference_flags.items()),
+        )
 
 
-def _presets(size: int) -> Iterator[Way]:
+def _presets(size: int) -> Iterator[Setup]:
     for name in ("ddp", "zero1", "zero2", "fsdp"):
-        yield Way(
+        yield Setup(
             strategy=name, text=name, num_workers=size, tasks=BOTH if size != 3 else GPT, flags={"strategy": name}
         )
     for servers in (1, 2) if size < 8 else (8,):
         served = {"strategy": "server", "servers": servers}
         text = f"server, {servers} of {size}"
-        yield Way(strategy="server", text=text, num_workers=size, tasks=BOTH if size != 3 else GPT, flags=served)
+        yield Setup(strategy="server", text=text, num_workers=size, tasks=BOTH if size != 3 else GPT, flags=served)
     if size == 3:  # 32 rows in three parts
         return
     if size > 2:
         nodes = {"strategy": "hsdp", "num_nodes": 2, "num_gpus": size // 2}
-        yield Way(strategy="hsdp", text="hsdp, 2 nodes", num_workers=size, tasks=BOTH, flags=nodes)
+        yield Setup(strategy="hsdp", text="hsdp, 2 nodes", num_workers=size, tasks=BOTH, flags=nodes)
     for name, tasks in (("tensor", GPT), ("hybrid", BOTH)):
-        yield Way(strategy=name, text=name, num_workers=size, tasks=tasks, flags={"strategy": name})
+        yield Setup(strategy=name, text=name, num_workers=size, tasks=tasks, flags={"strategy": name})
     naive = {"strategy": "naive"}
-    yield Way(strategy="naive", text="naive", num_workers=size, tasks=DEEP, flags=naive, data=_EVEN)
+    yield Setup(strategy="naive", text="naive", num_workers=size, tasks=DEEP, flags=naive, data=_EVEN)
     for schedule in SCHEDULES:
         if size == 8 and schedule in ("interleaved", "zero-bubble"):
             continue  # two stages a worker are 16, and the GPT has 8 pieces
         named = {"strategy": "pipeline", "schedule": schedule}
         text = f"pipeline, {schedule}"
-        yield Way(strategy="pipeline", text=text, num_workers=size, tasks=DEEP, flags=named, data=_EVEN)
+        yield Setup(strategy="pipeline", text=text, num_workers=size, tasks=DEEP, flags=named, data=_EVEN)
     if size == 2:
         parts = {"strategy": "pipeline", "micro_batches": 6}
-        yield Way(
+        yield Setup(
             strategy="pipeline",
             text="pipeline, 1f1b, 6 micro-batches",
             num_workers=size,
@@ -113,15 +118,15 @@ def _presets(size: int) -> Iterator[Way]:
         )
 
 
-def _mesh(size: int, mesh: str, tasks: Sequence[str] | None = None, **flags: Any) -> Way:
-    words = " ".join(f"{name.replace('_', ' ')} {value}".removesuffix(" True") for name, value in flags.items())
-    text = ", ".join(filter(None, (mesh.replace(",", " × "), words)))
+def _mesh(size: int, mesh: str, tasks: Sequence[str] | None = None, **flags: Any) -> Setup:
+    options_text = " ".join(f"{name.replace('_', ' ')} {value}".removesuffix(" True") for name, value in flags.items())
+    text = ", ".join(filter(None, (mesh.replace(",", " × "), options_text)))
     usual, data = (DEEP, _EVEN) if "pipeline" in mesh else (GPT, _UNEVEN)
     every = {"mesh": mesh, **flags}
-    return Way(strategy="mesh", text=text, num_workers=size, tasks=tasks or usual, flags=every, data=data)
+    return Setup(strategy="mesh", text=text, num_workers=size, tasks=tasks or usual, flags=every, data=data)
 
 
-def _products(size: int) -> Iterator[Way]:
+def _products(size: int) -> Iterator[Setup]:
     if size == 4:
         for zero in (1, 2, 3):
             yield _mesh(4, "replicate=2,shard=2", BOTH, zero=zero)
@@ -139,7 +144,7 @@ def _products(size: int) -> Iterator[Way]:
         yield _mesh(8, "shard=4,tensor=2", zero=2)
 
 
-def _options(size: int) -> Iterator[Way]:
+def _options(size: int) -> Iterator[Setup]:
     """Settings that change how a step is computed and not what it is."""
     chosen: Mapping[int, Sequence[tuple[str, Mapping[str, Any]]]] = {
         2: (
@@ -156,17 +161,21 @@ def _options(size: int) -> Iterator[Way]:
         4: (("fsdp", {"accumulate": 2}), ("fsdp", {"checkpoint_activations": True})),
     }
     for name, extra in chosen.get(size, ()):
-        words = " ".join(f"{key.replace('_', ' ')} {value}".removesuffix(" True") for key, value in extra.items())
+        options_text = " ".join(
+            f"{key.replace('_', ' ')} {value}".removesuffix(" True") for key, value in extra.items()
+        )
         tasks, data = (DEEP, _EVEN) if name == "pipeline" else (GPT, _UNEVEN)
         flags = {"strategy": name, **extra}
-        yield Way(strategy=name, text=f"{name}, {words}", num_workers=size, tasks=tasks, flags=flags, data=data)
+        yield Setup(
+            strategy=name, text=f"{name}, {options_text}", num_workers=size, tasks=tasks, flags=flags, data=data
+        )
     if size == 4:
         yield _mesh(4, "shard=2,tensor=2", checkpoint_activations=True, offload=True, accumulate=2)
         yield _mesh(4, "pipeline=2,shard=2", checkpoint_activations=True, accumulate=2)
 
 
-CONTROL_WAYS = (
-    Way(
+CONTROL_SETUPS = (
+    Setup(
         strategy="fsdp",
         text="fsdp, each part by its own norm (control)",
         num_workers=2,
@@ -174,7 +183,7 @@ CONTROL_WAYS = (
         flags={"strategy": "fsdp"},
         control="layer norms",
     ),
-    Way(
+    Setup(
         strategy="zero2",
         text="zero2, clipped by each worker's own norm (control)",
         num_workers=2,
@@ -187,41 +196,41 @@ _QUICK_MESHES = ("shard=2,tensor=2", "pipeline=2,tensor=2", "pipeline=2,replicat
 _CONTROL_OPTIMIZERS = {"layer norms": ("lars", "novograd", "lamb"), "clipping": ("sgd",)}
 
 
-def ways(size: int) -> list[Way]:
-    """All ways for a number of workers."""
-    controls = CONTROL_WAYS if size == 2 else ()
+def setups(size: int) -> list[Setup]:
+    """All setups for a number of workers."""
+    controls = CONTROL_SETUPS if size == 2 else ()
     return [*_presets(size), *_products(size), *_options(size), *controls]
 
 
-def _is_quick(way: Way, task: str) -> bool:
+def _is_quick(setup: Setup, task: str) -> bool:
     """Whether it is among the few that stand for all."""
-    if way.num_workers == 2:
-        is_plain = way.flags.keys() <= {"strategy", "schedule"}
-        return bool(way.control) or (is_plain and (task != "WideResNet" or way.strategy in ("fsdp", "hybrid")))
-    return way.flags.get("mesh") in _QUICK_MESHES and way.flags.keys() <= {"mesh", "zero"}
+    if setup.num_workers == 2:
+        is_plain = setup.flags.keys() <= {"strategy", "schedule"}
+        return bool(setup.control) or (is_plain and (task != "WideResNet" or setup.strategy in ("fsdp", "hybrid")))
+    return setup.flags.get("mesh") in _QUICK_MESHES and setup.flags.keys() <= {"mesh", "zero"}
 
 
-def _optimizers(way: Way, task: str, *, quick: bool) -> Sequence[str]:
-    if way.control:
-        return _CONTROL_OPTIMIZERS[way.control][-1:] if quick else _CONTROL_OPTIMIZERS[way.control]
+def _optimizers(setup: Setup, task: str, *, quick: bool) -> Sequence[str]:
+    if setup.control:
+        return _CONTROL_OPTIMIZERS[setup.control][-1:] if quick else _CONTROL_OPTIMIZERS[setup.control]
     if quick:
         return ("lamb",)
     if task == "WideResNet":
-        return ("sgd", "adamw", "lars", "lamb") if way.num_workers == 2 else ("lamb",)
+        return ("sgd", "adamw", "lars", "lamb") if setup.num_workers == 2 else ("lamb",)
     # All where it is fast: what a number of workers can spoil, these show. Every element is stepped by itself under
     # adamw; lamb takes the norms of whole layers as well.
     by_size = {2: tuple(OPTIMIZERS), 3: ("sgd", "lamb"), 4: ("sgd", "adamw", "lamb")}
-    return by_size.get(way.num_workers, ("adamw", "lamb"))
+    return by_size.get(setup.num_workers, ("adamw", "lamb"))
 
 
 def cases(strategies: Sequence[str], *, quick: bool) -> list[Case]:
     """All that is compared, few workers first; controls always."""
     sizes = (2, 4) if quick else (2, 3, 4, 8)
-    chosen = [way for size in sizes for way in ways(size) if way.strategy in strategies or way.control]
+    chosen = [setup for size in sizes for setup in setups(size) if setup.strategy in strategies or setup.control]
     return [
-        Case(way=way, task=task, optimizer=optimizer)
-        for way in chosen
-        for task in way.tasks
-        if not quick or _is_quick(way, task)
-        for optimizer in _optimizers(way, task, quick=quick)
+        Case(setup=setup, task=task, optimizer=optimizer)
+        for setup in chosen
+        for task in setup.tasks
+        if not quick or _is_quick(setup, task)
+        for optimizer in _optimizers(setup, task, quick=quick)
     ]

@@ -1,4 +1,4 @@
-"""Every way to spread a model against one process, to the last digits: weights, optimizer state, statistics, losses.
+"""Every parallel setup against one process, to the last digits: weights, optimizer state, statistics, losses.
 
     python -m benchmarks.exactness --strategies all [--quick]
     python -m benchmarks.exactness --strategies fsdp,tensor
@@ -8,8 +8,8 @@ ranks over Gloo. A GPT under everything; a WideResNet with synchronised batch no
 convolutions, and a pipeline takes statistics of micro-batches, so that its reference is one process that accumulates
 these. Batches do not divide by the workers, except in pipelines. The ranks hold strategies as a worker makes them, but
 there is no launcher, no run folder and no validation: those are in `benchmarks.exactness` without `--strategies`.
-Every box of every tensor on every rank is compared: max |a - b| / max |b| over the whole tensor b of one process. All
-boxes that would be saved must make up each tensor exactly once. Controls, in which norms are those of parts, must
+Every chunk of every tensor on every rank is compared: max |a - b| / max |b| over the whole tensor b of one process. All
+chunks that would be saved must make up each tensor exactly once. Controls, in which norms are those of parts, must
 differ. The command fails above 1e-10.
 """
 
@@ -23,14 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command import largest, result_line, spaced
+from benchmarks.command import aligned, largest, result_line
 from benchmarks.rank_pool import RankFailedError, RankPool
 from benchmarks.strategy_cases import NAMES, OPTIMIZERS, Case, cases
 
 if TYPE_CHECKING:
     import numpy
 
-    from benchmarks.spread_worker import Box
+    from benchmarks.strategy_worker import Chunk
     from stormo.distributed.world import World
     from stormo.parallel.base import Strategy
 
@@ -45,7 +45,7 @@ NUM_STEPS = 20
 class Trained:
     """What a rank has after its steps."""
 
-    boxes: list[Box]
+    chunks: list[Chunk]
     others: Arrays  # buffers, and the losses
 
 
@@ -60,14 +60,14 @@ class Compared:
     @property
     def is_good(self) -> bool:
         """Whether it is as it should be: equal, or, for a control, clearly not."""
-        if self.case.way.control:
+        if self.case.setup.control:
             return self.difference > CONTROL_LIMIT
         return self.difference <= LIMIT
 
 
 def _parts_alone(strategy: Strategy) -> None:
     """Let a layer-wise optimizer take the norms of parts for those of layers."""
-    strategy.optimizer.whole_squares = None  # type: ignore[attr-defined]
+    strategy.optimizer.global_squares = None  # type: ignore[attr-defined]
 
 
 def _clip_alone(strategy: Strategy) -> None:
@@ -84,31 +84,31 @@ def train_rank(world: World, case: Case, is_reference: bool) -> Trained:
     """In a rank: train, and return what it holds."""
     import numpy as np
 
-    from benchmarks.spread_tasks import make_task
-    from benchmarks.spread_worker import boxes, buffers, build, train
+    from benchmarks.strategy_tasks import make_task
+    from benchmarks.strategy_worker import buffers, build, chunks, train
 
-    own = case.way.reference_flags if is_reference else case.way.flags
-    change = None if is_reference else CONTROLS.get(case.way.control)
+    own = case.setup.reference_flags if is_reference else case.setup.flags
+    change = None if is_reference else CONTROLS.get(case.setup.control)
     built = build(world, make_task(case.task, case.num_samples), case.flags(own), change)
-    losses = train(world, built, NUM_STEPS, case.rate)
-    return Trained(boxes=boxes(built.strategy), others={**buffers(built.strategy), "losses": np.array(losses)})
+    losses = train(world, built, NUM_STEPS, case.learning_rate)
+    return Trained(chunks=chunks(built.strategy), others={**buffers(built.strategy), "losses": np.array(losses)})
 
 
 def difference(ranks: Sequence[Trained], reference: Trained) -> float:
-    """The largest relative difference of all boxes; infinite where a tensor is missing, or not made up exactly once."""
+    """The largest relative difference of all chunks; infinite where a value is missing or saved twice."""
     import numpy as np
 
-    wholes = {box.name: box for box in reference.boxes}
-    counts = {name: np.zeros(box.values.shape, int) for name, box in wholes.items()}
+    wholes = {chunk.name: chunk for chunk in reference.chunks}
+    counts = {name: np.zeros(chunk.values.shape, int) for name, chunk in wholes.items()}
     quotients = [0.0]
     for rank in ranks:
-        for box in rank.boxes:
-            whole = wholes.get(box.name)
-            if whole is None or box.whole_shape != whole.values.shape:
+        for chunk in rank.chunks:
+            whole = wholes.get(chunk.name)
+            if whole is None or chunk.whole_shape != whole.values.shape:
                 return math.inf
-            quotients.append(_quotient(box.values, whole.values[box.place], whole.values))
-            if box.is_saved or not box.whole_shape:
-                counts[box.name][box.place] += 1
+            quotients.append(_quotient(chunk.values, whole.values[chunk.slices], whole.values))
+            if chunk.is_saved or not chunk.whole_shape:
+                counts[chunk.name][chunk.slices] += 1
         if not rank.others.keys() <= reference.others.keys():
             return math.inf
         quotients += [_quotient(values, reference.others[name]) for name, values in rank.others.items()]
@@ -131,22 +131,22 @@ def compare(pool: RankPool, case: Case, references: dict[Any, Trained]) -> Compa
     try:
         if case.reference not in references:
             references[case.reference] = pool.run(train_rank, 1, case, True)[0]
-        ranks = pool.run(train_rank, case.way.num_workers, case, False)
+        ranks = pool.run(train_rank, case.setup.num_workers, case, False)
     except RankFailedError as error:
         return Compared(case=case, difference=math.nan, failure=str(error))
     return Compared(case=case, difference=difference(ranks, references[case.reference]))
 
 
 def lines(compared: Sequence[Compared]) -> list[str]:
-    """The table: a row for a way and a task, a column for an optimizer."""
+    """The table: a row for a setup and a task, a column for an optimizer."""
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for one in compared:
-        way = one.case.way
-        row = rows.setdefault((way.text, one.case.task, str(way.num_workers)), {})
+        setup = one.case.setup
+        row = rows.setdefault((setup.text, one.case.task, str(setup.num_workers)), {})
         row[one.case.optimizer] = "failed" if one.failure else f"{one.difference:.1e}"
     used = [name for name in OPTIMIZERS if any(name in row for row in rows.values())]
     head = ["strategy", "task", "workers", *used]
-    return spaced([head, *([*key, *(row.get(name, "") for name in used)] for key, row in rows.items())])
+    return aligned([head, *([*key, *(row.get(name, "") for name in used)] for key, row in rows.items())])
 
 
 def main(strategies: Sequence[str], *, quick: bool = False) -> int:
@@ -159,18 +159,18 @@ def main(strategies: Sequence[str], *, quick: bool = False) -> int:
             case_began_s = time.perf_counter()
             one = compare(pool, case, references)
             compared.append(one)
-            took_s, told = time.perf_counter() - case_began_s, f"{one.difference:.1e}"
-            name = f"{case.way.text}, {case.task}, {case.way.num_workers} workers, {case.optimizer}"
+            took_s, text = time.perf_counter() - case_began_s, f"{one.difference:.1e}"
+            name = f"{case.setup.text}, {case.task}, {case.setup.num_workers} workers, {case.optimizer}"
             if one.failure:
-                told = f"failed: {one.failure}"
-            print(f"{name}: {told} ({took_s:.1f} s)", file=sys.stderr, flush=True)
+                text = f"failed: {one.failure}"
+            print(f"{name}: {text} ({took_s:.1f} s)", file=sys.stderr, flush=True)
     print("\n".join(lines(compared)))
     print(f"{time.perf_counter() - began_s:.0f} s in all; {NUM_STEPS} steps each, in float64")
-    checked = [one for one in compared if not one.case.way.control]
+    checked = [one for one in compared if not one.case.setup.control]
     figures = {
         "configurations": len(checked),
         "max_relative_difference": largest(one.difference for one in checked),
-        "min_control_difference": min(one.difference for one in compared if one.case.way.control),
+        "min_control_difference": min(one.difference for one in compared if one.case.setup.control),
     }
     print(result_line(figures))
     return 0 if all(one.is_good for one in compared) else 1

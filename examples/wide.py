@@ -1,4 +1,4 @@
-"""A residual network that says how it can be cut, for `--strategy tensor`, `hybrid` and `pipeline`."""
+"""A residual network that defines how it is split, for `--strategy tensor`, `hybrid` and `pipeline`."""
 
 from functools import partial
 from typing import ClassVar
@@ -53,15 +53,15 @@ class Wide(stormo.Task):
         return Net(width=32, num_blocks=4)
 
     def tensor_plan(self, model):
-        """What the axis tensor cuts: a block's first layer by its outputs, its second one by its inputs."""
+        """What the axis tensor splits: a block's first layer by its outputs, the second by its inputs."""
         return {"blocks.*.up": "column", "blocks.*.down": "row", "head.0": "column", "head.2": "row"}
 
     def classifier(self, model):
-        """What the hybrid cuts; all before it is copied."""
+        """What hybrid splits; every worker has a replica of the rest."""
         return model.head
 
     def pieces(self, model):
-        """What the stages of a pipeline are made of: each takes what the one before returns."""
+        """The pieces of a pipeline's stages: each takes the output of the one before."""
         return [model.first, *model.blocks, partial(classify, model.norm, model.head)]
 
     def train_data(self):

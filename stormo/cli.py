@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from stormo.errors import EXIT_INTERRUPTED, SettingError, StormoError, full_disk, unknown_name
-from stormo.system.early_signals import hold_warning, leave_when_interrupted, leave_when_told
 from stormo.system.files import printable
+from stormo.system.signals import defer_sigusr1, exit_on_sigint, exit_on_sigterm
 from stormo.telemetry.text import discard, open_closed_streams
 from stormo.version import __version__
 
@@ -82,12 +82,12 @@ def _dispatch(arguments: list[str]) -> int:
 def _train(arguments: list[str]) -> int:
     from stormo.launch.environments.detect import detect
 
-    hold_warning()  # before what takes long to import
-    leave_when_interrupted()
-    with contextlib.suppress(StormoError):  # which `train` says better
-        place = detect(os.environ)
-        if place is None or place.world_size == 1:  # of several workers one must not leave alone
-            leave_when_told()
+    defer_sigusr1()  # before what takes long to import
+    exit_on_sigint()
+    with contextlib.suppress(StormoError):  # `train` reports it
+        rank_info = detect(os.environ)
+        if rank_info is None or rank_info.world_size == 1:  # one of several workers must not leave alone
+            exit_on_sigterm()
     from stormo.commands import train
 
     return train.main(arguments)

@@ -9,7 +9,7 @@ import difflib
 import errno
 from collections.abc import Iterable
 
-# What is called otherwise elsewhere, by the word that users bring along.
+# Names of options in other tools.
 _OTHER_WORDS = {
     "batch": ("batch-size",),
     "devices": ("num-gpus",),
@@ -71,17 +71,17 @@ def full_disk(error: BaseException) -> StormoError | None:
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     what = f"{error.filename}" if error.filename else "the output or the run folder"
-    return StormoError(f"{what} cannot be written ({error.strerror}); make room, then go on (a run: with --resume).")
+    return StormoError(f"{what} cannot be written ({error.strerror}); make room, then start again (--resume a run).")
 
 
-def counted(count: int | str, noun: str) -> str:
+def pluralize(count: int | str, noun: str) -> str:
     """A number and what it counts: 1 worker, 2 workers, 3 batches."""
     ending = "" if str(count) == "1" else "es" if noun.endswith(("s", "tch")) else "s"
     return f"{count} {noun}{ending}"
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> SettingError:
-    """An error that lists every valid name and points at the closest one."""
+    """An error that lists every valid name, the closest one first."""
     names = sorted(choices)
     return SettingError(
         f"{kind} {name!r} was asked for",

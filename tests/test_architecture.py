@@ -133,6 +133,12 @@ def test_architecture_page_names_every_room() -> None:
             assert re.search(rf"`{name}(\.py|/)`", page), f"docs/architecture.md does not name {name}"
 
 
+def test_architecture_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        assert (PACKAGE / name).is_file() or (ROOT / name).is_file() or any(PACKAGE.rglob(name)), name
+
+
 def test_nobody_asks_a_strategy_which_one_it_is() -> None:
     for module in modules():
         text = module.read_text(encoding="utf-8")

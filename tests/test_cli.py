@@ -154,17 +154,19 @@ def test_the_flag_of_torch_distributed_launch_is_left_out(
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["runs"], ["monitor", "--once"], ["train", "--dry-run"]], ids=" ".join
 )
-def test_a_full_disk_behind_the_output_is_said_in_one_sentence(
+def test_a_full_disk_behind_the_output_is_shown_in_one_sentence(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Path("/dev/full").open("w") as output:
         monkeypatch.setattr("sys.stdout", output)
         assert main(arguments) == 1
-    said = "stormo: the output or the run folder cannot be written (No space left on device); make room, then go on"
+    said = (
+        "stormo: the output or the run folder cannot be written (No space left on device); make room, then start again"
+    )
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_a_training_that_is_told_to_stop_while_its_task_is_imported_may_go_on_later(tmp_path: Path) -> None:
+def test_a_training_that_is_asked_to_stop_while_its_task_is_imported_may_resume_later(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text('import pathlib, time\npathlib.Path("there").touch()\ntime.sleep(240)\n')
     process = subprocess.Popen(
         [sys.executable, "-m", "stormo", "train", "slow.py"],

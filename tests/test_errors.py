@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stormo.errors import counted
+from stormo.errors import pluralize
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from stormo.errors import counted
     ],
 )
 def test_a_number_with_what_it_counts(count: int | str, noun: str, text: str) -> None:
-    assert counted(count, noun) == text
+    assert pluralize(count, noun) == text

@@ -9,16 +9,18 @@ from typing import Any, TypedDict
 
 import pytest
 
-from stormo.config.options import check_masked
-from stormo.energy.nodefile import LineFile
+from stormo.config.toml import require_secrets
+from stormo.energy.node_file import LineFile
 from stormo.errors import SettingError
-from stormo.system.cache import keep_compiled
 from stormo.system.files import (
+    MASK,
     MAX_LINE_BYTES,
     BadFileError,
     Fields,
     create,
     fits,
+    is_secret_name,
+    keep_compiled,
     open_own,
     open_to_append,
     parse_json,
@@ -28,7 +30,6 @@ from stormo.system.files import (
     read_object,
     read_toml,
 )
-from stormo.system.masking import MASK, is_secret_name
 from stormo.telemetry.environment import mask_secrets
 from stormo.telemetry.events import EventFile
 from stormo.telemetry.folder import RunFolder, write_whole
@@ -196,8 +197,8 @@ def test_names_of_none(name: str) -> None:
 def test_a_secret_that_was_not_written_must_be_given_again() -> None:
     document = {"task_options": {"hub_token": MASK, "width": 3}}
     with pytest.raises(SettingError, match=r"--task\.hub-token"):
-        check_masked(document, (), "config.toml")
-    check_masked(document, ("task.hub_token",), "config.toml")
+        require_secrets(document, (), "config.toml")
+    require_secrets(document, ("task.hub_token",), "config.toml")
 
 
 def test_what_torch_compiles_lies_in_a_folder_of_the_user_alone(tmp_path: Path) -> None:

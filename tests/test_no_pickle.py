@@ -26,7 +26,7 @@ OF_MODULES = {  # names that other modules have too
     "cloudpickle": {"load", "loads"},
     "dill": {"load", "loads"},
 }
-ALLOWED = {"data/sending.py"}  # between a worker and its own loading processes, through their pipes
+ALLOWED = {"data/processes.py"}  # between a worker and its own loading processes, through their pipes
 
 
 def unpickling(tree: ast.AST) -> list[str]:

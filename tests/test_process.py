@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from stormo.system.process import fatal_signal, process_stat, process_state, start_ticks
+from stormo.system.process import allow_open_files, fatal_signal, process_stat, process_state, start_ticks
 
 
 @pytest.fixture
@@ -43,3 +45,22 @@ def test_a_process_that_ended_by_itself_was_ended_by_no_signal() -> None:
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert fatal_signal(process.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised_to", "too_low"),
+    [
+        ((1024, 4096), (1512, 4096), None),
+        ((1024, -1), (1512, -1), None),
+        ((4096, 4096), None, None),
+        ((1024, 1100), (1100, 1100), 1100),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
+    limits: tuple[int, int], raised_to: tuple[int, int] | None, too_low: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, new: raised.append(new))
+    assert allow_open_files(1512) == too_low
+    assert raised == ([] if raised_to is None else [raised_to])

@@ -23,8 +23,7 @@ from stormo.parallel.base import Strategy
 from stormo.parallel.table import strategy_class
 from stormo.system.hardware import visible_gpus
 from stormo.tasks.task import Task
-from stormo.training.progress import Progress
-from stormo.training.state import RunState
+from stormo.training.state import Progress, RunState
 from tests.tiny_task import Tiny, TinyOptions
 
 
@@ -54,7 +53,7 @@ def build(
     torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
     strategy = strategy_class(plan.layout)(world, plan, task, config)
-    torch.manual_seed(derive_seed(config.run.seed, "worker", world.draws))
+    torch.manual_seed(derive_seed(config.run.seed, "worker", world.random_stream))
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     return Parts(
         world=world,
@@ -112,7 +111,7 @@ def save(parts: Parts, folder: str) -> str:
         step=parts.state.progress.step, identity="x", keep_last=9, keep_best=0, metric=None
     )
     saver.begin(parts.state.content(world, 0), Path(folder) if world.is_main else None, saving)
-    saver.settle()
+    saver.wait()
     done = saver.finished()
     path: str = world.broadcast_object(str(done.saved.path) if done is not None else None)
     return path

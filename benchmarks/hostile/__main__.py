@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.hostile import files, peers
-from benchmarks.hostile.verdict import Verdict
+from benchmarks.hostile.intruder import Verdict
 
 _OUTCOMES = {
     "code_run": "code_run",

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hostile.verdict import Verdict
+from benchmarks.hostile.intruder import Verdict
 
 ATTACKER, VICTIM = 65534, 54321  # user ids: nobody, and one that no machine has
 _LIMIT_S = 40.0

@@ -1,8 +1,8 @@
 """Hostile peers against real jobs: on one node, on two nodes, under torchrun, and before any of them has begun.
 
-Where there is root, the stranger is the user nobody. Where somebody else was first (at a port, with a folder), or
+Where there is root, the attacker is the user nobody. Where somebody else was first (at a port, with a folder), or
 writes into the store that torch opens between nodes, a job holds when it says so in one sentence and goes no further;
-in every other case when it goes on.
+in every other case when it continues.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from typing import Any
 import psutil
 
 from benchmarks.command import one_thread, train_command
-from benchmarks.hostile import strangers
-from benchmarks.hostile.strangers import NOBODY, Address
+from benchmarks.hostile import intruder
+from benchmarks.hostile.intruder import NOBODY, Address, Verdict
 from benchmarks.hostile.task import PROGRESS
-from benchmarks.hostile.verdict import Verdict
 from stormo.launch.control import PROTOCOL
 
 _TASK = f"{Path(__file__).with_name('task.py')}:Patient"
-_STARTS_WITHIN_S, _GOES_ON_WITHIN_S, _ENDS_WITHIN_S = 90.0, 20.0, 40.0
+_STARTS_WITHIN_S, _PROGRESS_WITHIN_S, _ENDS_WITHIN_S = 90.0, 20.0, 40.0
 _MOST_GROWTH_BYTES = 500_000_000
 _FLOOD = 300
 _RESUMABLE, _USAGE = 75, 2
@@ -66,7 +65,7 @@ _CHALLENGE = json.dumps({"type": "challenge", "protocol": PROTOCOL, "nonce": "a"
 Attack = Callable[..., Any]
 
 
-class Stranger:
+class Attacker:
     """Another account, which does one thing after another."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
@@ -86,7 +85,7 @@ class Job:
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.marker = folder / "marker"  # there once code of the stranger's has run
+        self.marker = folder / "marker"  # exists once code of the attacker has run
         self.precious = folder / "precious"  # what must stay
         self.verdicts: list[Verdict] = []
         self._folder = folder
@@ -148,7 +147,7 @@ class Job:
                 total += psutil.Process(pid).memory_info().rss
         return total
 
-    def goes_on(self, within_s: float = _GOES_ON_WITHIN_S) -> bool:
+    def makes_progress(self, within_s: float = _PROGRESS_WITHIN_S) -> bool:
         """Whether it takes more steps."""
         before, deadline = self.num_steps(), time.monotonic() + within_s
         while time.monotonic() < deadline and not self.has_ended():
@@ -162,7 +161,7 @@ class Job:
         ended_before, num_errors = self.has_ended(), self.text().count("Traceback")
         memory = self.memory() if self.num_steps() else None  # which grows while it starts
         found = attack()
-        goes_on = self.goes_on()
+        makes_progress = self.makes_progress()
         ended = self.has_ended()
         self.verdicts.append(
             Verdict(
@@ -170,7 +169,7 @@ class Job:
                 code_run=self.marker.exists(),
                 deleted=not self.precious.exists(),
                 job_ended=ended,
-                hang=not goes_on and not ended,
+                hang=not makes_progress and not ended,
                 traceback=self.text().count("Traceback") > num_errors,
                 memory_exceeded=memory is not None and self.memory() - memory > _MOST_GROWTH_BYTES,
                 wrongly_accepted=bool(found),
@@ -198,17 +197,17 @@ class Job:
 
 def run(folder: Path) -> list[Verdict]:
     """Every case; the folder must be one that others may enter."""
-    with ProcessPoolExecutor(8, mp_context=get_context("fork"), initializer=strangers.become) as pool:
+    with ProcessPoolExecutor(8, mp_context=get_context("fork"), initializer=intruder.become) as pool:
         for started in [pool.submit(time.sleep, 0.2) for _ in range(8)]:  # before there are threads
             started.result()
-        stranger = Stranger(pool)
+        attacker = Attacker(pool)
         groups = (_one_node, _two_nodes, _under_torchrun, _before_the_start)
         with ThreadPoolExecutor(2) as threads:
             begun = []
             for group in groups:
                 own = folder / group.__name__.strip("_")
                 own.mkdir()
-                begun.append(threads.submit(group, own, stranger))
+                begun.append(threads.submit(group, own, attacker))
             return [verdict for one in begun for verdict in one.result()]
 
 
@@ -231,15 +230,15 @@ def _job(folder: Path, commands: Sequence[Sequence[str]], **environ: str) -> Ite
             process.wait()
 
 
-def _train(*words: str | int | Path) -> list[str]:
+def _train(*arguments: str | int | Path) -> list[str]:
     common = ("--device", "cpu", "--epochs", 1000, "--no-energy", "--runs-folder", "runs")
-    return train_command(_TASK, *map(str, (*common, *words)))
+    return train_command(_TASK, *map(str, (*common, *arguments)))
 
 
-def _node(number: int, address: Address, *words: str | int | Path) -> list[str]:
+def _node(number: int, address: Address, *arguments: str | int | Path) -> list[str]:
     where = ("--master-addr", address[0], "--master-port", address[1])
-    run_name = ("--run-name", "two") if "--run-name" not in words else ()
-    return _train("--num-gpus", 1, "--num-nodes", 2, "--node-id", number, *where, *run_name, *words)
+    run_name = ("--run-name", "two") if "--run-name" not in arguments else ()
+    return _train("--num-gpus", 1, "--num-nodes", 2, "--node-id", number, *where, *run_name, *arguments)
 
 
 def _free(host: str = "127.0.0.1") -> Address:
@@ -265,25 +264,25 @@ def _wait_for(condition: Callable[[], Any], within_s: float = _STARTS_WITHIN_S) 
         time.sleep(0.05)
 
 
-def _everywhere(job: Job, stranger: Stranger) -> dict[str, Callable[[], Any]]:
+def _everywhere(job: Job, attacker: Attacker) -> dict[str, Callable[[], Any]]:
     """What can be tried at every port of any job."""
     ports = job.ports()
-    pickled = strangers.planted(str(job.marker))
-    keys = dict.fromkeys(("stormo/distributed/x", "stormo/words/node/2/0", "init/", "torch.rendezvous.x"), pickled)
+    pickled = intruder.planted(str(job.marker))
+    keys = dict.fromkeys(("stormo/distributed/x", "stormo/world/node/2/0", "init/", "torch.rendezvous.x"), pickled)
     return {
-        "garbage at every port": lambda: stranger.does(strangers.say_everywhere, ports, os.urandom(4096)),
-        "pickles at every port": lambda: stranger.does(strangers.say_everywhere, ports, pickled * 10),
-        "pickles for a store": lambda: stranger.does(strangers.write_to_store, ports, keys) and None,
-        "idle connections at every port": lambda: stranger.does(strangers.hold, ports, 100, 1.0) and None,
+        "garbage at every port": lambda: attacker.does(intruder.send_to_all, ports, os.urandom(4096)),
+        "pickles at every port": lambda: attacker.does(intruder.send_to_all, ports, pickled * 10),
+        "pickles for a store": lambda: attacker.does(intruder.write_to_store, ports, keys) and None,
+        "idle connections at every port": lambda: attacker.does(intruder.hold, ports, 100, 1.0) and None,
         "private files of every process": lambda: (
-            stranger.does(strangers.open_private, job.pids(), ["environ", "mem"]) if os.geteuid() == 0 else None
+            attacker.does(intruder.open_private, job.pids(), ["environ", "mem"]) if os.geteuid() == 0 else None
         ),
     }
 
 
-def _at_control(address: Address, stranger: Stranger) -> dict[str, Callable[[], Any]]:
-    """What can be tried at a control channel; the return value is what a stranger should not have heard."""
-    words = {
+def _at_control(address: Address, attacker: Attacker) -> dict[str, Callable[[], Any]]:
+    """What can be tried at a control channel; the return value is what an attacker should not have heard."""
+    messages = {
         "garbage": b"\xff\xfe\n",
         "an endless line": b"x" * 1_000_000,
         "nested brackets": b"[" * 100_000 + b"\n",
@@ -293,26 +292,24 @@ def _at_control(address: Address, stranger: Stranger) -> dict[str, Callable[[], 
         "two lines at once": _ANSWER.encode() + b"\n" + json.dumps(_MISFIT).encode() + b"\n",
     }
     attacks: dict[str, Callable[[], Any]] = {
-        name: lambda said=said: _leaked(stranger.does(strangers.say, address, said))  # type: ignore[misc]
-        for name, said in words.items()
+        name: lambda said=said: _leaked(attacker.does(intruder.send, address, said))  # type: ignore[misc]
+        for name, said in messages.items()
     }
-    attacks["a wrong code"] = lambda: _leaked(
-        stranger.does(strangers.converse, address, [_ANSWER, json.dumps(_MISFIT)])
-    )
+    attacks["a wrong code"] = lambda: _leaked(attacker.does(intruder.converse, address, [_ANSWER, json.dumps(_MISFIT)]))
     attacks["the server's nonce sent back"] = lambda: _leaked(
-        stranger.does(strangers.converse, address, [json.dumps({"type": "answer", "nonce": "NONCE", "code": "NONCE"})])
+        attacker.does(intruder.converse, address, [json.dumps({"type": "answer", "nonce": "NONCE", "code": "NONCE"})])
     )
-    attacks["idle connections"] = lambda: stranger.does(strangers.hold, [address], _FLOOD, 1.0) and None
-    attacks["bytes that trickle"] = lambda: stranger.does(strangers.hold, [address], 50, 2.0, b'{"type":"an') and None
-    attacks["a storm of connections"] = lambda: stranger.does(strangers.storm, address, 2000)
+    attacks["idle connections"] = lambda: attacker.does(intruder.hold, [address], _FLOOD, 1.0) and None
+    attacks["bytes that trickle"] = lambda: attacker.does(intruder.hold, [address], 50, 2.0, b'{"type":"an') and None
+    attacks["a storm of connections"] = lambda: attacker.does(intruder.storm, address, 2000)
     return attacks
 
 
 def _leaked(heard: str) -> str:
-    """What a stranger has heard beyond the greeting."""
+    """What an attacker has heard beyond the greeting."""
     for line in heard.splitlines():
         with contextlib.suppress(ValueError):
-            if json.loads(line).get("type") not in ("challenge", "stranger"):
+            if json.loads(line).get("type") not in ("challenge", "unauthenticated"):
                 return line[:200]
     return ""
 
@@ -320,7 +317,7 @@ def _leaked(heard: str) -> str:
 # --- groups of cases -----------------------------------------------------------------------------------------------
 
 
-def _one_node(folder: Path, stranger: Stranger) -> list[Verdict]:
+def _one_node(folder: Path, attacker: Attacker) -> list[Verdict]:
     """Two workers of one node, which show their metrics and have staged their data."""
     metrics, (data, near) = _free(), _staging(folder)
     command = _train("--num-gpus", 2, "--prometheus", metrics[1], "--stage", near, "--task.data-folder", data)
@@ -331,7 +328,7 @@ def _one_node(folder: Path, stranger: Stranger) -> list[Verdict]:
 
     def then_shown(attack: Attack, *arguments: Any) -> Callable[[], str]:
         def both() -> str:
-            begun = stranger.begins(attack, *arguments)
+            begun = attacker.begins(attack, *arguments)
             time.sleep(0.5)
             shown = is_shown()
             begun.result(60)
@@ -341,13 +338,13 @@ def _one_node(folder: Path, stranger: Stranger) -> list[Verdict]:
 
     with _job(folder, [command]) as job:
         _wait_for(lambda: job.num_steps() or job.has_ended())
-        for name, attack in _everywhere(job, stranger).items():
+        for name, attack in _everywhere(job, attacker).items():
             job.suffers(f"one node: {name}", attack)
         for name, attack in {
-            "idle connections": then_shown(strangers.hold, [metrics], 100, 2.0),
-            "a request that trickles": then_shown(strangers.hold, [metrics], 30, 2.0, b"GET /metrics HT"),
-            "a long head": then_shown(strangers.say, metrics, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 500_000),
-            "garbage": then_shown(strangers.say, metrics, os.urandom(100_000)),
+            "idle connections": then_shown(intruder.hold, [metrics], 100, 2.0),
+            "a request that trickles": then_shown(intruder.hold, [metrics], 30, 2.0, b"GET /metrics HT"),
+            "a long head": then_shown(intruder.send, metrics, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 500_000),
+            "garbage": then_shown(intruder.send, metrics, os.urandom(100_000)),
         }.items():
             job.suffers(f"metrics: {name}", attack)
         return job.end("one node: it ends in order after all this")
@@ -363,13 +360,13 @@ def _staging(folder: Path) -> tuple[Path, Path]:
     return data, near
 
 
-def _two_nodes(folder: Path, stranger: Stranger) -> list[Verdict]:
+def _two_nodes(folder: Path, attacker: Attacker) -> list[Verdict]:
     """Two agents on loopback: first one waits for the other, then both train; and a second job, whose store is open."""
     address = _free("127.0.0.2")
     verdicts: list[Verdict] = []
     with _job(folder, [_node(0, address)]) as job:
         _wait_for(lambda: address in job.ports() or job.has_ended())
-        for name, attack in _at_control(address, stranger).items():
+        for name, attack in _at_control(address, attacker).items():
             found = attack()
             verdicts.append(
                 Verdict(
@@ -380,34 +377,32 @@ def _two_nodes(folder: Path, stranger: Stranger) -> list[Verdict]:
                     detail=str(found or "") + (job.text()[-300:] if job.has_ended() else ""),
                 )
             )
-        flood = stranger.begins(strangers.hold, [address], _FLOOD, 5.0)
+        flood = attacker.begins(intruder.hold, [address], _FLOOD, 5.0)
         job.start(_node(1, address))
         job.suffers("two nodes: the second comes through a flood", lambda: _wait_for(job.num_steps))
         flood.result(60)
-        for name, attack in (_at_control(address, stranger) | _everywhere(job, stranger)).items():
+        for name, attack in (_at_control(address, attacker) | _everywhere(job, attacker)).items():
             job.suffers(f"two nodes train: {name}", attack)
         verdicts += job.end("two nodes: they end in order after all this")
     own = folder / "open_store"
     own.mkdir()
-    return [*verdicts, _entry_in_open_store(own, stranger)]
+    return [*verdicts, _entry_in_open_store(own, attacker)]
 
 
-def _entry_in_open_store(folder: Path, stranger: Stranger) -> Verdict:
+def _entry_in_open_store(folder: Path, attacker: Attacker) -> Verdict:
     """Another entry to be staged, and removed at the end, written into the store between nodes."""
     address, (data, near) = _free("127.0.0.2"), _staging(folder)
     staged = ("--stage", near, "--task.data-folder", data)
     commands = [_node(number, address, *staged) for number in (0, 1)]
     with _job(folder, commands) as job:
         named = {"name": "../precious", "path": str(job.precious), "entry": str(job.precious), "num_bytes": 1}
-        words = json.dumps({**named, "copied_bytes": 1, "seconds": 1.0}).encode()
-        keys = {
-            f"stormo/{room}/node/{number}/{node}" for room in ("world", "words") for number in (1, 2) for node in (0, 1)
-        }
+        entry = json.dumps({**named, "copied_bytes": 1, "seconds": 1.0}).encode()
+        keys = {f"stormo/world/node/{number}/{node}" for number in (1, 2) for node in (0, 1)}
         done = folder / "done"
         _wait_for(lambda: job.has_ended() or len(job.ports()) > 1)
         ports = [port for port in job.ports() if port != address]
         for port in ports[:1]:
-            stranger.begins(strangers.write_often, port, dict.fromkeys(keys, words), _STARTS_WITHIN_S, str(done))
+            attacker.begins(intruder.write_often, port, dict.fromkeys(keys, entry), _STARTS_WITHIN_S, str(done))
         _wait_for(lambda: job.has_ended() or job.num_steps())
         done.touch()
         if not job.has_ended():
@@ -428,7 +423,7 @@ def _entry_in_open_store(folder: Path, stranger: Stranger) -> Verdict:
         )
 
 
-def _under_torchrun(folder: Path, stranger: Stranger) -> list[Verdict]:
+def _under_torchrun(folder: Path, attacker: Attacker) -> list[Verdict]:
     """Two ranks of torchrun, whose agent's store is open from the start."""
     address, squatter = _free(), _free()
     where = {"stormo/where": f"{squatter[0]} {squatter[1]}".encode()}
@@ -436,8 +431,8 @@ def _under_torchrun(folder: Path, stranger: Stranger) -> list[Verdict]:
     torchrun += ["--master-addr", address[0], "--master-port", str(address[1])]
     with _job(folder, [[*torchrun, "-m", "stormo", *_train()[3:]]]) as job:
         done, lines = folder / "done", [_CHALLENGE, '{"type":"proof","code":"CODE"}\n']
-        said = stranger.begins(strangers.listen, squatter, lines, _STARTS_WITHIN_S, str(done))
-        stranger.begins(strangers.write_once, address, where, _STARTS_WITHIN_S)
+        said = attacker.begins(intruder.listen, squatter, lines, _STARTS_WITHIN_S, str(done))
+        attacker.begins(intruder.write_once, address, where, _STARTS_WITHIN_S)
         job.suffers(
             "torchrun: rank 0 is said to be elsewhere", lambda: _wait_for(lambda: job.num_steps() or job.has_ended())
         )
@@ -445,20 +440,20 @@ def _under_torchrun(folder: Path, stranger: Stranger) -> list[Verdict]:
         heard = said.result(60)
         if '"hello"' in heard or "options" in heard:
             job.verdicts[-1] = replace(job.verdicts[-1], wrongly_accepted=True, detail=heard[:200])
-        controls = [port for port in job.ports() if "challenge" in stranger.does(strangers.say, port, b"\n")]
+        controls = [port for port in job.ports() if "challenge" in attacker.does(intruder.send, port, b"\n")]
         for control in controls[:1]:
-            for name, attack in _at_control(control, stranger).items():
+            for name, attack in _at_control(control, attacker).items():
                 job.suffers(f"torchrun: {name}", attack)
         if not controls:
             job.verdicts.append(Verdict(name="torchrun: no control channel was found", hang=True))
         job.suffers(
             "torchrun: rank 0 is said to be elsewhere, later",
-            lambda: stranger.does(strangers.write_to_store, [address], where) and None,
+            lambda: attacker.does(intruder.write_to_store, [address], where) and None,
         )
         return job.end("torchrun: it ends after all this", code=None)
 
 
-def _before_the_start(folder: Path, stranger: Stranger) -> list[Verdict]:
+def _before_the_start(folder: Path, attacker: Attacker) -> list[Verdict]:
     """Somebody else was first: at the port, with a folder, or with the user's key."""
     cases: dict[str, tuple[int, Sequence[str]]] = {
         "a silent program": (0, []),
@@ -480,7 +475,7 @@ def _before_the_start(folder: Path, stranger: Stranger) -> list[Verdict]:
         own, address = folder / str(number), _free("127.0.0.2")
         own.mkdir()
         done = own / "done"
-        begun = stranger.begins(strangers.listen, address, lines, _STARTS_WITHIN_S, str(done))
+        begun = attacker.begins(intruder.listen, address, lines, _STARTS_WITHIN_S, str(done))
         _wait_for(lambda: _is_taken(address), 10.0)
         verdict = _refused(own, f"at the port: {name}", _node(node, address), "--master-port")
         done.touch()
@@ -491,7 +486,7 @@ def _before_the_start(folder: Path, stranger: Stranger) -> list[Verdict]:
 
 
 def _folders_made_first(folder: Path) -> list[Verdict]:
-    """Folders and files that a stranger has made where the user's own would be; all of them need root to be tried."""
+    """Folders and files that an attacker has made where the user's own would be; all of them need root to be tried."""
     if os.geteuid() != 0:
         return []
     verdicts = []

@@ -1,4 +1,4 @@
-"""What is trained while strangers do what they can: a small model, slowly, that notes every step in a file."""
+"""What is trained while attackers do what they can: a small model, slowly, that notes every step in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks and scripts as users write them, on 1, 2 and 3 workers and in several passes a step.
+"""Tasks and scripts as users write them, on 1, 2 and 3 workers and with several micro-batches a step.
 
     python -m benchmarks.own_tasks
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.command import result_line
 from benchmarks.own_tasks import scripts, tasks
-from benchmarks.own_tasks.outcome import Outcome
+from benchmarks.own_tasks.tasks import Outcome
 
 
 def lines(outcomes: Sequence[Outcome]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Scripts with a loop of their own, as users write them, on 1, 2 and 3 workers of `stormo.World`.
+"""Scripts with their own loop, as users write them, on 1, 2 and 3 workers of `stormo.World`.
 
 Each is trained in float64 and its weights are compared with those of the same lines without stormo, in one process.
 """
@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from benchmarks.own_tasks.outcome import Outcome
+from benchmarks.own_tasks.tasks import Outcome
 from benchmarks.rank_pool import RankPool
 from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
-from stormo.launch.failure_reporter import NoReporter
+from stormo.launch.failure_reporter import FailureReporter
 from stormo.script.world import World
 
 SIZES = (1, 2, 3)
@@ -243,7 +243,7 @@ def _train(world: Any, script: Callable[[Any], Weights]) -> Weights:
 def train_with_stormo(workers: Workers, script: Callable[[Any], Weights]) -> Weights | str:
     """The weights that one worker ends with, or the sentence with which it is refused."""
     try:
-        return _train(World._of(workers, NoReporter()), script)
+        return _train(World._of(workers, FailureReporter()), script)
     except SettingError as error:
         return str(error)
 

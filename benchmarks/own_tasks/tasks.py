@@ -1,10 +1,9 @@
-"""Each task of `users` by the real command on one worker, and on more workers and passes: are the weights the same?"""
+"""Trains each task of `users` with one worker, and with more workers and micro-batches: are the weights equal?"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,15 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.command import largest, relative_difference
-from benchmarks.own_tasks.outcome import Outcome
+from benchmarks.command import free_port, largest, relative_difference, torchrun_variables
 
 LIMIT = 1e-10
 _TIMEOUT_S = 120.0
 _USERS = Path(__file__).with_name("users.py")
 _FLAGS = "--device cpu --precision fp64 --global-batch-size 20 --epochs 2 --base-lr 0.05 --lr-rule none --momentum 0.9"
 _FLAGS += " --warmup-epochs 0 --checkpoint-every 0 --no-tensorboard --no-energy --loader-workers 0"
-_TWO, _THREE, _PASSES, _BOTH = (2, ""), (3, ""), (1, "--accumulate 2"), (2, "--accumulate 2")
+_TWO, _THREE, _ACCUMULATED, _BOTH = (2, ""), (3, ""), (1, "--accumulate 2"), (2, "--accumulate 2")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One task or script on several worker counts, compared with one process in float64.
+
+    `equal`: the same weights to rounding on all of them. `refused`: every start whose result would have differed ended
+    with exit code 2 and a sentence that names the remedy. `silent`: a different result, without any message.
+    """
+
+    name: str
+    verdict: Literal["equal", "refused", "silent"]
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +41,37 @@ class Case:
     Args:
         task: a class of `users`.
         starts: numbers of workers and further flags.
-        words: that the refusal of every start must hold; none where all must be equal.
-        also_alone: whether one worker must be refused as well.
+        refusal: texts that the error of every start must have; none where all must be equal.
+        also_single: whether one worker must be refused as well.
         says: a text in the output of runs that may differ.
         flags: of all starts.
     """
 
     task: str
     starts: tuple[tuple[int, str], ...] = (_TWO, _THREE)
-    words: tuple[str, ...] = ()
-    also_alone: bool = False
+    refusal: tuple[str, ...] = ()
+    also_single: bool = False
     says: str = ""
     flags: str = ""
 
 
 CASES = (
-    Case("TokenMean", (_TWO, _THREE, _PASSES), words=("(loss, count)",)),
-    Case("TokenCount", (_TWO, _THREE, _PASSES, _BOTH)),
-    Case("MaskedMean", (_TWO, _THREE, _PASSES), words=("(loss, count)",)),
+    Case("TokenMean", (_TWO, _THREE, _ACCUMULATED), refusal=("(loss, count)",)),
+    Case("TokenCount", (_TWO, _THREE, _ACCUMULATED, _BOTH)),
+    Case("MaskedMean", (_TWO, _THREE, _ACCUMULATED), refusal=("(loss, count)",)),
     Case("MaskedCount", (_TWO, _THREE, (1, "--accumulate 4"))),
-    Case("BatchDice", (_TWO, _THREE, _PASSES), words=("(loss, count)", "local")),
+    Case("BatchDice", (_TWO, _THREE, _ACCUMULATED), refusal=("(loss, count)", "local")),
     Case("LocalDice", (_TWO, _THREE), says="local"),
-    Case("SumLoss", (_TWO, _THREE, _PASSES), words=("sum",)),
-    Case("SaidSum", (_TWO, _THREE, _PASSES)),
+    Case("SumLoss", (_TWO, _THREE, _ACCUMULATED), refusal=("sum",)),
+    Case("SaidSum", (_TWO, _THREE, _ACCUMULATED)),
     Case("Unused", (_TWO, _THREE)),
     Case("Frozen", (_TWO, _BOTH)),
     Case("TiedWeights", (_TWO, _THREE)),
     Case("BatchNorm", (_TWO, _THREE), flags="--sync-batch-norm"),
     Case("OwnOptimizer", (_TWO, _BOTH)),
-    Case("OwnScheduler", (_TWO,), words=("optimizer()",), also_alone=True),
+    Case("OwnScheduler", (_TWO,), refusal=("optimizer()",), also_single=True),
     Case("Stream", (_TWO, _THREE)),
-    Case("ShardedStream", (_TWO, _THREE), words=("rank",)),
+    Case("ShardedStream", (_TWO, _THREE), refusal=("rank",)),
 )
 
 
@@ -90,17 +101,17 @@ def run(folder: Path, cases: Sequence[Case] = CASES) -> list[Outcome]:
 
 def _judge(case: Case, folder: Path) -> Outcome:
     alone = _start(case, folder, 1, "")
-    if alone.code and not case.also_alone:
+    if alone.code and not case.also_single:
         return _wrong(case, alone)
     differences = [0.0]
-    ends = [*([alone] if case.also_alone else []), *(_start(case, folder, *start) for start in case.starts)]
+    ends = [*([alone] if case.also_single else []), *(_start(case, folder, *start) for start in case.starts)]
     for ended in ends:
-        words = case.words or (case.says,)
-        if ended.code != (2 if case.words else 0) or not all(word in ended.said for word in words):
+        texts = case.refusal or (case.says,)
+        if ended.code != (2 if case.refusal else 0) or not all(text in ended.said for text in texts):
             return _wrong(case, ended)
-        if not case.words:
+        if not case.refusal:
             differences.append(_difference(ended.folder, alone.folder))
-    if case.words:
+    if case.refusal:
         return Outcome(case.task, "refused", ends[-1].last_line)
     if case.says:
         return Outcome(case.task, "refused", f"differs by {largest(differences):.1e}, and the run says so")
@@ -110,8 +121,8 @@ def _judge(case: Case, folder: Path) -> Outcome:
 
 
 def _wrong(case: Case, ended: Ended) -> Outcome:
-    """Not what must come of it: no word where there should be one, or a refusal or a failure for no reason."""
-    meant = "no refusal" if case.words and not ended.code else f"exit code {ended.code}"
+    """Not what must come of it: a missing refusal, or a refusal or failure without a reason."""
+    meant = "no refusal" if case.refusal and not ended.code else f"exit code {ended.code}"
     return Outcome(case.task, "silent", f"{meant} on {ended.start}: {ended.last_line}")
 
 
@@ -127,26 +138,24 @@ def _difference(folder: Path, reference: Path) -> float:
 
 def _start(case: Case, folder: Path, num_workers: int, more: str) -> Ended:
     name = f"{case.task}-{num_workers}{more.replace('-', '').replace(' ', '')}"
-    words = [*_FLAGS.split(), *case.flags.split(), *more.split(), "--runs-folder", str(folder), "--run-name", name]
-    words = ["train", f"{_USERS}:{case.task}", *words, "--num-gpus", str(num_workers)]
+    arguments = [*_FLAGS.split(), *case.flags.split(), *more.split(), "--runs-folder", str(folder), "--run-name", name]
+    arguments = ["train", f"{_USERS}:{case.task}", *arguments, "--num-gpus", str(num_workers)]
     workers = f"{num_workers} worker{'s' * (num_workers > 1)}{f' {more}' * bool(more)}"
-    code, said = run_command(words, num_workers)
+    code, said = run_command(arguments, num_workers)
     return Ended(workers, code, said, folder / name)
 
 
-def run_command(words: Sequence[str], num_workers: int) -> tuple[int, str]:
+def run_command(arguments: Sequence[str], num_workers: int) -> tuple[int, str]:
     """Run `stormo` in processes that have torch already, as torchrun would start them; exit code and output."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "stormo.training.trainer", "benchmarks.own_tasks.tasks"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when the server imports it
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     with tempfile.TemporaryDirectory() as temporary:
         outputs = [Path(temporary, str(rank)) for rank in range(num_workers)]
         processes = []
         for rank, output in enumerate(outputs):
-            process = context.Process(target=_become, args=(list(words), rank, num_workers, port, str(output)))
+            process = context.Process(target=_become, args=(list(arguments), rank, num_workers, port, str(output)))
             process.start()
             processes.append(process)
         for process in processes:
@@ -159,19 +168,15 @@ def run_command(words: Sequence[str], num_workers: int) -> tuple[int, str]:
     return next((code for code in codes if code), 0), said
 
 
-def _become(words: list[str], rank: int, size: int, port: int, output: str) -> None:
+def _become(arguments: list[str], rank: int, size: int, port: int, output: str) -> None:
     """Make this process a rank of the command."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(descriptor, number)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
-    if size > 1:
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-        numbers |= {"GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in numbers.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "own_tasks"})
+    os.environ.update(torchrun_variables(rank, size, port))
     from stormo.cli import main
 
-    sys.argv = ["stormo", *words]
-    sys.exit(main(words))
+    sys.argv = ["stormo", *arguments]
+    sys.exit(main(arguments))

@@ -48,7 +48,7 @@ def _sentences(num_samples: int, seed: int) -> TensorDataset:
 
 
 class TokenMean(_Sentences):
-    """The mean over the words of a batch, as everybody writes it."""
+    """The mean over the words of a batch, as users usually write it."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return self.words(model, batch)
@@ -214,7 +214,7 @@ class Frozen(_Points):
 
 
 class OwnOptimizer(_Points):
-    """Two groups with rates of their own."""
+    """Two groups with different learning rates."""
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
         groups = [{"params": model[0].parameters(), "lr": 0.002}, {"params": model[2:].parameters(), "lr": 0.01}]

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from stormo.errors import EXIT_USAGE, StormoError
+from stormo.system.files import fits
 
 FORMAT_NAME = "stormo-checkpoint"
 WHOLE, ONE_INDEX, SHARDED = 1, 2, 3  # the format versions
@@ -37,7 +38,7 @@ FILES = (*TENSOR_FILES, STATE)
 STEP_NAME = re.compile(r"step-(\d{8,20})(?:\.(\d{1,9}))?")
 SHARD_NAME = re.compile(r"shard-(\d{5,9})\.safetensors")
 RANK_INDEX_NAME = re.compile(r"index-(\d{5,9})\.json")
-# Writers keep the limits of readers.
+# Limits of readers, which writers keep.
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # a few hundred bytes a rank
 MAX_INDEX_BYTES = 512 * 1024 * 1024
 # What `weights_sha256` is the digest of: the values, or the digests of the chunks, which depend on the mesh.
@@ -45,6 +46,10 @@ VALUES, CHUNKS = "values", "boxes"
 
 _REQUIRED = {WHOLE: FILES, ONE_INDEX: (INDEX, RANKS, STATE), SHARDED: (INDEX, STATE)}
 _PER_RANK = {WHOLE: (), ONE_INDEX: (SHARD_NAME,), SHARDED: (SHARD_NAME, RANK_INDEX_NAME)}
+_TYPES: dict[str, Any] = {
+    **{"step": int, "identity": str, "metric": float | None, "weights_sha256": str, "digest_of": str},
+    "files": dict[str, Any],
+}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SEAL = "manifest_sha256"
 
@@ -79,7 +84,7 @@ class Snapshot:
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    ranks: dict[str, Tensor]  # "0/torch_rng", ...: what each rank has of its own
+    ranks: dict[str, Tensor]  # "0/torch_rng", ...: what differs between ranks
     state: dict[str, Any]
 
 
@@ -121,13 +126,11 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint that is durable and published, and what was removed after it."""
+    """A checkpoint that is durable and published."""
 
     path: Path
     weights_sha256: str
-    num_bytes: int
-    removed: tuple[Path, ...] = ()
-    notices: tuple[str, ...] = ()  # sentences for the user: what could not be removed, and why
+    notices: tuple[str, ...] = ()  # for the user: what could not be removed, and why
 
 
 def step_name(step: int) -> str:
@@ -151,7 +154,7 @@ def parse_manifest(data: bytes) -> Manifest:
         body = json.loads(data)
         if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
             raise ValueError("it is not the manifest of a stormo checkpoint")
-        # Version before seal: a later version may be sealed in another way. `is int`: JSON's true equals 1.
+        # Version before seal: a later version may have another seal. `is int`: JSON's true equals 1.
         if type(body.get("version")) is not int or body["version"] not in _REQUIRED:
             raise ValueError(
                 f"it gives format version {str(body.get('version'))[:20]}, this stormo reads versions "
@@ -171,27 +174,22 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _typed(body: dict[str, Any]) -> Manifest:
-    step, identity, metric, weights = (body.get(key) for key in ("step", "identity", "metric", "weights_sha256"))
-    listed, version = body.get("files"), body["version"]
-    digest_of = body.get("digest_of") if version != WHOLE else VALUES
-    if type(step) is not int or step < 0:
-        raise ValueError("its step is not a count")
-    if not isinstance(identity, str):
-        raise ValueError("its identity is not a string")
-    if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
-        raise ValueError("its metric is not a finite number")
-    if not is_sha256(weights):
-        raise ValueError("its weights_sha256 is not a SHA-256")
-    if digest_of not in (VALUES, CHUNKS):
-        raise ValueError("it does not say what its weights_sha256 is of")
-    if not isinstance(listed, dict):
-        raise ValueError("it lists no files")
+    version = body["version"]
+    fields: dict[str, Any] = {name: body.get(name) for name in _TYPES}
+    if version == WHOLE:
+        fields["digest_of"] = VALUES
+    for name, hint in _TYPES.items():
+        if not fits(fields[name], hint):
+            raise ValueError(f"its {name} is not valid")
+    step, metric, weights, digest_of = (fields[name] for name in ("step", "metric", "weights_sha256", "digest_of"))
+    if step < 0 or (metric is not None and not math.isfinite(metric)):
+        raise ValueError("its step is not a count, or its metric not a finite number")
+    if not is_sha256(weights) or digest_of not in (VALUES, CHUNKS):
+        raise ValueError("its weights_sha256 is not a SHA-256 of values or chunks")
     files = {}
-    for name, entry in listed.items():
+    for name, entry in fields["files"].items():
         if name not in _REQUIRED[version] and not any(kind.fullmatch(name) for kind in _PER_RANK[version]):
-            outside = "/" in name or "\\" in name or name in ("..", ".")
-            what = "which is outside of the checkpoint" if outside else "which is no part of a checkpoint"
-            raise ValueError(f"it lists the file {name[:100]!r}, {what}")
+            raise ValueError(f"it lists the file {name[:100]!r}, which is no part of a checkpoint")
         size, sha256 = (entry.get("size_bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or not is_sha256(sha256):
             raise ValueError(f"its entry for {name} has no valid size and SHA-256")
@@ -199,15 +197,7 @@ def _typed(body: dict[str, Any]) -> Manifest:
     for name in _REQUIRED[version]:
         if name not in files:
             raise ValueError(f"it does not list {name}")
-    return Manifest(
-        step=step,
-        identity=identity,
-        metric=metric,
-        weights_sha256=str(weights),
-        files=files,
-        version=version,
-        digest_of=digest_of,
-    )
+    return Manifest(**{**fields, "files": files, "version": version})
 
 
 def is_sha256(value: object) -> bool:

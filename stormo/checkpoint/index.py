@@ -3,9 +3,9 @@
 A chunk is an offset and a shape. The chunks of a tensor cover it exactly once: an index with gaps or overlaps is
 refused. A tensor without elements has no chunk.
 
-`index.json` says which ranks hold which chunks. Tensors that are sharded alike share one list of chunks, so the index
-grows with the ranks plus the tensors, not with their product. `index-00000.json` of each rank says where in its shard a
-chunk lies, and the SHA-256 of its values.
+`index.json` says which ranks hold which chunks. Tensors that are sharded alike share one list of chunks, so that the
+index grows with the ranks plus the tensors, not with their product. `index-00000.json` of each rank says where in its
+shard a chunk lies, and the SHA-256 of its values.
 """
 
 from __future__ import annotations
@@ -91,12 +91,7 @@ def index_json(index: Index) -> bytes:
 
 
 def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
-    """The index in `data`; a `ValueError` says what is wrong with it.
-
-    Args:
-        data: JSON.
-        files: those of the manifest; they must include both files of every rank named.
-    """
+    """The index in `data`, whose ranks must have both files in the manifest; a `ValueError` says what is wrong."""
     body = _loaded(data)
     if not isinstance(body, dict) or set(body) != {"cuts", *SECTIONS}:
         raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}, and lists of chunks")
@@ -207,7 +202,9 @@ def parse_index_v2(data: bytes, files: Mapping[str, FileEntry]) -> Index:
         section: {name: _entry_v2(name, value, files) for name, value in _section(body, section).items()}
         for section in body
     }
-    require_covered(index)
+    for entries in index.values():
+        for name, entry in entries.items():
+            _require_covered(repr(name[:100]), [(chunk.offset, chunk.shape) for chunk in entry.chunks], entry.shape)
     return index
 
 
@@ -274,13 +271,6 @@ def _sizes(value: Any) -> Shape | None:
     return tuple(value)
 
 
-def require_covered(index: Index) -> None:
-    """Refuse chunks that do not cover their tensor exactly once."""
-    for entries in index.values():
-        for name, entry in entries.items():
-            _require_covered(repr(name[:100]), [(chunk.offset, chunk.shape) for chunk in entry.chunks], entry.shape)
-
-
 def _require_covered(shown: str, chunks: Sequence[tuple[Shape, Shape]], shape: Shape) -> None:
     if any(len(offset) != len(shape) or len(size) != len(shape) for offset, size in chunks):
         raise ValueError(f"a chunk of {shown} has another number of dimensions than it")
@@ -291,8 +281,8 @@ def _require_covered(shown: str, chunks: Sequence[tuple[Shape, Shape]], shape: S
 def _covers(chunks: Sequence[tuple[Shape, Shape]], shape: Shape, dim: int) -> bool:
     """Whether the chunks are consecutive slabs along this dimension, each covered along the next ones.
 
-    Every mesh shards like this: it splits a dimension at the same places whatever it does with the others. The time is
-    linear in the number of chunks.
+    Every mesh splits a dimension at the same indices, whatever it does with the others. The time is linear in the
+    number of chunks.
     """
     if dim == len(shape):
         return len(chunks) == 1

@@ -1,7 +1,7 @@
 """Restores a checkpoint on all ranks at once, each its own chunks, whatever mesh has saved it.
 
-Besides parameters and buffers: the weights of ranks that step by themselves (local SGD), and the error feedback of
-compressed gradients. Both lie in the section `local`.
+The section `local` holds what differs between ranks: the weights of local SGD, and the error feedback of compressed
+gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stormo.parallel.coalesced import means
 
 # Keys of the plain values: every rank's part of the loss, and which rank has stored a replicated buffer.
 LOSSES, BUFFERS = "losses", "buffers"
-BUFFER = "buffer/"  # prefix of buffers among what a rank has of its own
+BUFFER = "buffer/"  # prefix of buffers in the section `own`
 ERROR_FEEDBACK = "kept_back"  # key of the plain values: the rank of PowerSGD's matrices
 
 _OUTER = "outer/"
@@ -45,14 +45,13 @@ _OUTER = "outer/"
 
 
 def raise_on_all_ranks(world: World, failure: Exception | None) -> None:
-    """Raise on every rank the error that one of them passes, in its words; all ranks call it."""
-    # One small exchange if all is well.
+    """Raise on every rank the error that one of them passes; all ranks call it."""
     if not world.max(torch.tensor([float(failure is not None)])).item():
         return
-    told = None
+    described = None
     if failure is not None:
-        told = [str(failure) or type(failure).__name__, getattr(failure, "exit_code", EXIT_FAILURE)]
-    gathered = world.gather_objects(told)
+        described = [str(failure) or type(failure).__name__, getattr(failure, "exit_code", EXIT_FAILURE)]
+    gathered = world.gather_objects(described)
     first = next(([rank, *one] for rank, one in enumerate(gathered or []) if one is not None), None)
     rank, text, exit_code = world.broadcast_object(first)
     if failure is not None and (rank == world.rank or not isinstance(failure, StormoError)):
@@ -63,8 +62,8 @@ def raise_on_all_ranks(world: World, failure: Exception | None) -> None:
 
 
 @contextmanager
-def _read_together(world: World, path: Path) -> Iterator[None]:
-    """Every rank reads a checkpoint in the body; an error of one is raised by all, and names a good checkpoint."""
+def _read_on_all_ranks(world: World, path: Path) -> Iterator[None]:
+    """Read a checkpoint on every rank; an error of one is raised by all, and names a good checkpoint."""
     failure: Exception | None = None
     try:
         yield
@@ -81,7 +80,7 @@ def require_seen(world: World, folder: Path) -> None:
     if not folder.is_dir():
         failure = SettingError(
             f"{folder} was to be shared by all workers, each with its part of the model",
-            f"rank {world.rank} on host {world.place.host} does not see it",
+            f"rank {world.rank} on host {world.rank_info.host} does not see it",
             "set --runs-folder to a folder that all nodes see",
         )
     raise_on_all_ranks(world, failure)
@@ -95,18 +94,12 @@ def restore_sharded(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read weights, buffers and optimizer state. Every rank calls it; an error of one is raised by all.
 
-    Args:
-        world: of the ranks now.
-        path: of the checkpoint.
-        strategy: what is restored.
-        is_same: tells from the plain values whether the mesh is the one that saved it.
-
-    Returns:
-        The plain values and, on the same mesh, what this rank had of its own.
+    Returns the plain values and, if `is_same` says that they were saved on the same mesh, the generators and buffers of
+    this rank.
     """
     require_seen(world, path)
     state, own, stored = dict[str, Any](), dict[str, Tensor](), dict[str, set[str]]()
-    with _read_together(world, path), Reader(path) as reader:
+    with _read_on_all_ranks(world, path), Reader(path) as reader:
         buffers = persistent_buffers(strategy)
         if missing := sorted(buffers.keys() - reader.entries("model").keys()):
             raise ModelMismatchError(f"The checkpoint {path} has no {missing[0]}, which the model has.")
@@ -114,7 +107,7 @@ def restore_sharded(
             ReadItem(section="model", name=name, offset=(0,) * buffer.ndim, into=buffer)
             for name, buffer in buffers.items()
         ]
-        restore_parts(reader, strategy.parts(), strategy.optimizer, items)
+        restore_parts(reader, strategy.shards(), strategy.optimizer, items)
         state = reader.state()
         if LOSSES not in state:
             state[LOSSES] = losses_of(reader.tensors(RANKS))
@@ -137,9 +130,9 @@ def losses_of(ranks: Mapping[str, Tensor]) -> list[float]:
 
 
 def _left_over(world: World, path: Path, strategy: Strategy, stored: dict[str, set[str]]) -> Exception | None:
-    """An error on rank 0 if no rank has taken something: it belongs to another model."""
+    """An error on rank 0 if no rank has restored something: it belongs to another model."""
     # Of the ranks that hold something of a parameter, one names it.
-    parts = [part for part in strategy.parts() if part.is_saved and not any(part.offset)]
+    parts = [part for part in strategy.shards() if part.is_saved and not any(part.offset)]
     here = {
         "model": [*(part.name for part in parts), *persistent_buffers(strategy), *aliases(strategy)],
         "optimizer": sorted(stepped_names(parts, strategy.optimizer)),
@@ -153,15 +146,15 @@ def _left_over(world: World, path: Path, strategy: Strategy, stored: dict[str, s
     return None
 
 
-# Local SGD: ranks that step by themselves. Each stores `3/model/…`, if the replicas differ, and `3/optimizer/…` in the
-# section `local`; rank 0 stores `outer/…` of the outer optimizer. The sections `model` and `optimizer` hold the mean,
-# for other strategies, other numbers of ranks and exports. Each rank stores the means of some tensors: none holds all.
+# Local SGD. Rank 3 stores `3/model/…`, if the replicas differ, and `3/optimizer/…` in the section `local`. Rank 0
+# stores `outer/…` of the outer optimizer. The sections `model` and `optimizer` hold the mean, for other strategies,
+# other numbers of ranks and exports. Each rank stores the means of some tensors.
 
 
 def local_chunks(world: World, strategy: Strategy) -> list[Chunk]:
     """This rank's own weights and optimizer state, and its share of the means. Every rank calls it."""
-    own = chunks_of([replace(part, is_saved=True) for part in strategy.parts()], strategy.optimizer)
-    trained = [part.name for part in strategy.parts() if part.local.requires_grad]
+    own = chunks_of([replace(part, is_saved=True) for part in strategy.shards()], strategy.optimizer)
+    trained = [part.name for part in strategy.shards() if part.local.requires_grad]
     # Replicas that were just averaged are the mean.
     is_own = set(trained) if strategy.replicas_differ else set()
     chunks = [
@@ -189,16 +182,11 @@ def local_state(world: World, strategy: Strategy) -> dict[str, Any] | None:
 def restore_local(world: World, path: Path, strategy: Strategy, state: Mapping[str, Any], *, is_same: bool) -> None:
     """Restore each rank's own state, after `restore_sharded` has restored the mean. Every rank calls it.
 
-    Args:
-        world: of the ranks now.
-        path: of the checkpoint.
-        strategy: whose weights and optimizer hold the mean.
-        state: the plain values of the checkpoint.
-        is_same: whether the mesh is the one that saved it; another one resumes from the mean.
+    Another mesh than the one that saved it (`is_same`) resumes from the mean.
     """
     if LOCAL not in state:
         return
-    with _read_together(world, path):
+    with _read_on_all_ranks(world, path):
         with Reader(path) as reader:
             stored = reader.local_entries(0)
             reader.fill(
@@ -208,14 +196,14 @@ def restore_local(world: World, path: Path, strategy: Strategy, state: Mapping[s
             )
         if is_same:
             with _LocalReader(path, world.rank) as own:
-                restore_parts(own, strategy.parts(), strategy.optimizer)
+                restore_parts(own, strategy.shards(), strategy.optimizer)
             strategy.replicas_differ = state[LOCAL]["is_apart"]
             if strategy.scaler.is_enabled() and state[LOCAL]["scalers"][world.rank]:
                 strategy.scaler.load_state_dict(dict(state[LOCAL]["scalers"][world.rank]))
 
 
 class _LocalReader(Reader):
-    """Reads a checkpoint as if one rank had saved it alone."""
+    """Reads the weights and optimizer state that one rank has saved."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path)
@@ -288,8 +276,7 @@ def _has_mean(dtype: str) -> bool:
 
 
 # Error feedback of compressed gradients: `3/error/…` of rank 3 in the section `local`, and `basis/…`, which is equal on
-# all ranks. On another number of ranks each gets an equal part of the sum of all errors: the next mean gradient lacks
-# just this sum.
+# all ranks. On another number of ranks, each gets an equal part of the sum of all errors.
 
 
 def error_feedback_chunks(world: World, strategy: Strategy) -> list[Chunk]:
@@ -305,20 +292,12 @@ def error_feedback_chunks(world: World, strategy: Strategy) -> list[Chunk]:
 def restore_error_feedback(
     world: World, path: Path, strategy: Strategy, state: Mapping[str, Any], *, is_same: bool
 ) -> None:
-    """Restore the error feedback, or start with none. Every rank calls it.
-
-    Args:
-        world: of the ranks now.
-        path: of the checkpoint.
-        strategy: whose gradients are compressed.
-        state: the plain values of the checkpoint.
-        is_same: whether the mesh is the one that saved it.
-    """
+    """Restore the error feedback, or start with none. Every rank calls it."""
     if strategy.powersgd is None:
         return
     errors: dict[str, Tensor] = {}
     bases: dict[str, Tensor] = {}
-    with _read_together(world, path):
+    with _read_on_all_ranks(world, path):
         if ERROR_FEEDBACK in state:
             # For another mesh, rank 0 reads the errors of all ranks.
             ranks = [world.rank] if is_same else range(state["world_size"] if world.is_main else 0)

@@ -197,11 +197,8 @@ class Reader:
     """An open checkpoint. A `CorruptCheckpointError` names the damaged file.
 
     If every wanted chunk of a file has its own SHA-256, only these chunks are read. Otherwise all of the file is read
-    and hashed: use the values only when the call has returned. Besides, at most one chunk is held in memory.
-
-    Args:
-        path: its folder.
-        manifest: of a folder that has none yet.
+    and hashed: use the values only when the call has returned. At most one chunk is held in memory besides. A folder
+    that is not published yet has no manifest: it is given.
     """
 
     def __init__(self, path: Path | str, manifest: Manifest | None = None) -> None:
@@ -239,7 +236,7 @@ class Reader:
         """A regular file of the folder, of the size that the manifest says; read errors name the file."""
         path, entry = self.path / name, self.manifest.files[name] if name != MANIFEST else None
         try:
-            # O_NONBLOCK: opening a pipe in the place of a file would otherwise wait for ever.
+            # O_NONBLOCK: opening a pipe instead of a file would otherwise wait for ever.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with open(os.open(name, flags, dir_fd=self._folder_fd), "rb") as file:  # noqa: PTH123 - a descriptor
                 status = os.fstat(file.fileno())
@@ -385,9 +382,9 @@ class Reader:
         for number, entries in enumerate(sections):
             for name, entry in entries.items():
                 stored = entry.chunks if _is_stored(entry.chunks) else ()
-                places = [(chunk.file, chunk.start, chunk.stop) for chunk in stored if chunk.start < chunk.stop]
-                is_tied = all(spans.setdefault(place, (number, entry)) == (number, entry) for place in places)
-                shared: list[object] = [*places] if places else [(number, entry.stored_as)] * bool(entry.stored_as)
+                own = [(chunk.file, chunk.start, chunk.stop) for chunk in stored if chunk.start < chunk.stop]
+                is_tied = all(spans.setdefault(span, (number, entry)) == (number, entry) for span in own)
+                shared: list[object] = [*own] if own else [(number, entry.stored_as)] * bool(entry.stored_as)
                 num_names.update(shared)
                 if not is_tied or any(num_names[one] > _MAX_NAMES for one in shared):
                     raise CorruptCheckpointError(self.path / file, f"{name[:100]!r} shares its bytes with another")
@@ -399,16 +396,16 @@ class Reader:
 
     def read_sections(self, *sections: str) -> list[dict[str, Tensor]]:
         """All tensors of each section, whole; every file is read once."""
-        places: dict[TensorEntry, Tensor] = {}  # tied tensors are read into memory once
+        tied: dict[TensorEntry, Tensor] = {}  # tied tensors are read into memory once
         items = {
-            section: [self._item(section, name, entry, places) for name, entry in self.entries(section).items()]
+            section: [self._item(section, name, entry, tied) for name, entry in self.entries(section).items()]
             for section in sections
         }
         self.fill(item for each in items.values() for item in each)
         return [{item.name: item.into for item in each} for each in items.values()]
 
     def rank_tensors(self, rank: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """What a rank had of its own (generators, buffers): all of it, or only these names."""
+        """The generators and buffers of a rank: all of them, or only these names."""
         if self.manifest.version != SHARDED:
             prefix = f"{rank}/"
             own = {n.removeprefix(prefix): t for n, t in self.tensors(RANKS).items() if n.startswith(prefix)}
@@ -500,13 +497,13 @@ class Reader:
             _hash_on(file, size_bytes - at, digest)
         self.compare(name, digest.hexdigest())
 
-    def _item(self, section: str, name: str, entry: TensorEntry, places: dict[TensorEntry, Tensor]) -> ReadItem:
-        into = places[entry] if entry.chunks and entry in places else self._empty(name, entry, places)
+    def _item(self, section: str, name: str, entry: TensorEntry, tied: dict[TensorEntry, Tensor]) -> ReadItem:
+        into = tied[entry] if entry.chunks and entry in tied else self._empty(name, entry, tied)
         return ReadItem(section=section, name=name, offset=(0,) * len(entry.shape), into=into)
 
-    def _empty(self, name: str, entry: TensorEntry, places: dict[TensorEntry, Tensor]) -> Tensor:
+    def _empty(self, name: str, entry: TensorEntry, tied: dict[TensorEntry, Tensor]) -> Tensor:
         size_bytes = math.prod(entry.shape) * entry.dtype.itemsize
-        _require_memory(self.path, size_bytes + sum(place.nbytes for place in places.values()))
+        _require_memory(self.path, size_bytes + sum(tensor.nbytes for tensor in tied.values()))
         try:
             into = torch.empty(entry.shape, dtype=entry.dtype)
         except RuntimeError as error:  # no memory is left, or the shape is beyond all memory
@@ -514,7 +511,7 @@ class Reader:
                 self.path, f"{name} of shape {list(entry.shape)} does not fit into the memory that is free"
             ) from error
         if entry.chunks:
-            places[entry] = into
+            tied[entry] = into
         return into
 
 
@@ -529,7 +526,7 @@ def _header_entries(name: str, header: Any, begin: int, size_bytes: int) -> dict
         if key == "__metadata__":
             continue
         shape, dtype = tuple(map(int, fields["shape"])), DTYPES[fields["dtype"]]
-        start, stop = (begin + int(place) for place in fields["data_offsets"])
+        start, stop = (begin + int(at) for at in fields["data_offsets"])
         num_elements = torch.Size(shape).numel()
         is_inside = min((*shape, start - begin), default=0) >= 0 and stop <= size_bytes
         if not is_inside or stop - start != num_elements * dtype.itemsize:

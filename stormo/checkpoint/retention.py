@@ -1,6 +1,6 @@
-"""Which checkpoints stay, how one is removed, and the temporary folders beside them.
+"""Which checkpoints are kept, how one is removed, and the temporary folders beside them.
 
-A temporary folder is hidden, and its name says which process writes it: so the next save can tell the stale folders of
+A temporary folder is hidden, and its name says which process writes it, so that the next save removes the folders of
 dead processes. Nothing with another name is ever touched.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from stormo.checkpoint.format import CorruptCheckpointError, Manifest, Saved, step_name
 from stormo.checkpoint.reader import Reader, published, read_manifest
 from stormo.errors import SettingError
+from stormo.system.process import pid_namespace, process_stat
 
 # A process on another machine cannot be seen; if it has written nothing for this long, it counts as dead.
 _SILENT_S = 3600.0
@@ -28,9 +28,9 @@ _NAME = re.compile(r"\.step-\d{8,20}\.(?P<machine>[0-9a-f]{8})-(?P<process>\d+-\
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """What a checkpoint is of, and which ones stay after it.
+    """Step, run and metric of a checkpoint, and which ones are kept after it.
 
-    Kept are the newest `keep_last` up to this step, the best `keep_best` of those with a metric, and `keep_steps`. A
+    Kept are the newest `keep_last` up to this step, the `keep_best` with the highest metric, and `keep_steps`. A
     checkpoint of the same step is replaced. A metric that is not finite counts as none.
     """
 
@@ -39,45 +39,31 @@ class RetentionPolicy:
     keep_last: int
     keep_best: int = 0
     metric: float | None = None
-    higher_is_better: bool = True
     keep_steps: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        if self.step < 0:
-            raise SettingError(
-                f"step is {self.step}", "steps are counted from 0", "give the number of optimizer steps done"
-            )
         if self.keep_last < 1:
             raise SettingError(
                 f"keep_last is {self.keep_last}",
                 "the newest checkpoint is the one to resume from",
                 "set it to 1 or more",
             )
-        if self.keep_best < 0:
-            raise SettingError(f"keep_best is {self.keep_best}", "it is a count", "set it to 0 or more")
 
 
-def rotate(path: Path, saved: Manifest, saving: RetentionPolicy, notices: list[str]) -> Saved:
-    """Remove the checkpoints that the one just published supersedes."""
-    removed = _remove_superseded(path.parent, saved, saving, notices)
-    return Saved(
-        path=path,
-        weights_sha256=saved.weights_sha256,
-        num_bytes=sum(entry.size_bytes for entry in saved.files.values()),
-        removed=tuple(removed),
-        notices=tuple(notices),
-    )
+def rotate(path: Path, saved: Manifest, policy: RetentionPolicy, notices: list[str]) -> Saved:
+    """Remove the checkpoints that the one just published supersedes; a notice names what cannot be removed."""
+    _remove_superseded(path.parent, saved, policy, notices)
+    return Saved(path=path, weights_sha256=saved.weights_sha256, notices=tuple(notices))
 
 
-def _remove_superseded(folder: Path, saved: Manifest, saving: RetentionPolicy, notices: list[str]) -> list[Path]:
-    """Remove what is superseded; a notice tells of what cannot be removed."""
+def _remove_superseded(folder: Path, saved: Manifest, policy: RetentionPolicy, notices: list[str]) -> None:
     good: list[tuple[Path, Manifest]] = []
     surplus: list[Path] = []
     try:
         steps = published(folder)
     except OSError as error:
         notices.append(f"Old checkpoints were not removed: {folder} cannot be listed ({error.strerror}).")
-        return []
+        return
     for step, revisions in steps.items():
         # Later steps are from before a resume from an earlier checkpoint: not superseded.
         if step > saved.step:
@@ -91,20 +77,16 @@ def _remove_superseded(folder: Path, saved: Manifest, saving: RetentionPolicy, n
             surplus.extend(revisions[1:])
     if not good or good[0][1] != saved or not _has_index(good[0][0]):
         notices.append(f"Old checkpoints were not removed: that of step {saved.step} does not read back as written.")
-        return []
-    sign = 1 if saving.higher_is_better else -1
-    ranked = [(sign * m.metric, m.step, path) for path, m in good if m.metric is not None]
+        return
+    ranked = [(m.metric, m.step, path) for path, m in good if m.metric is not None]
     ranked.sort(reverse=True)  # of equals, the later one
-    kept = {path for path, _ in good[: saving.keep_last]} | {path for _, _, path in ranked[: saving.keep_best]}
-    kept |= {path for path, m in good if m.step in saving.keep_steps}
-    removed: list[Path] = []
+    kept = {path for path, _ in good[: policy.keep_last]} | {path for _, _, path in ranked[: policy.keep_best]}
+    kept |= {path for path, m in good if m.step in policy.keep_steps}
     for path in [*(path for path, _ in good if path not in kept), *surplus]:
         try:
             remove(path)
-            removed.append(path)
         except OSError as error:
             notices.append(f"The old checkpoint {path} could not be removed ({error.strerror}); it takes up space.")
-    return removed
 
 
 def _has_index(path: Path) -> bool:
@@ -170,27 +152,10 @@ def _is_dead(machine: str, process: str, path: Path, now_s: float) -> bool:
 
 
 def _machine() -> str:
-    """Names the set of processes that can be seen from here: a host, or one container on it."""
-    try:
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        namespace = ""
-    return hashlib.sha256(f"{platform.node()} {namespace}".encode()).hexdigest()[:8]
+    return hashlib.sha256(pid_namespace().encode()).hexdigest()[:8]
 
 
 def _process(pid: int) -> str | None:
-    """Process id and start time, a pair never used twice while a machine is up; None if there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return None
-        try:  # no /proc: the start time is unknown, the process id alone has to do
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass
-        return f"{pid}-0"
-    # A zombie writes no more.
-    return None if fields[0] == b"Z" else f"{pid}-{int(fields[19])}"
+    """Process id and start time, a pair never used twice while a machine is up; None if it cannot write any more."""
+    fields = process_stat(pid)
+    return f"{pid}-{fields[19]}" if fields and fields[0] != "Z" else None  # Z: a zombie

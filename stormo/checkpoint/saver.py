@@ -1,7 +1,7 @@
 """Saves the checkpoints of a run, one at a time: while training waits, or in a thread while it continues.
 
-Ranks communicate only in `begin` and `settle`, which all of them call; a thread knows the other ranks by their files
-alone. If a save fails, the next `settle` raises the error on all ranks.
+Ranks communicate only in `begin` and `wait`, which all of them call; a thread only reads the other ranks' files. If a
+save fails, the next `wait` raises the error on all ranks.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class FinishedSave:
 
 
 class _Job:
-    """One save on one rank: `write` its own part, then `finish` on the rank that publishes."""
+    """One save on one rank: `write` its own part, then `publish` on rank 0."""
 
     def __init__(
         self,
         write: Callable[[Abandoned], None] | None,
-        finish: Callable[[Abandoned], Saved] | None,
+        publish: Callable[[Abandoned], Saved] | None,
         temporary: Path | None = None,
     ) -> None:
         self.abandoned = threading.Event()
         self.failure: Exception | None = None
         self.done: FinishedSave | None = None
-        self.temporary = temporary  # on the rank that removes it
+        self.temporary = temporary  # on rank 0, which removes it
         self.thread: threading.Thread | None = None
-        self._write, self._finish = write, finish
+        self._write, self._publish = write, publish
         self._is_written = threading.Event()
         self._began_s = time.perf_counter()
 
@@ -63,7 +63,7 @@ class _Job:
     def _run(self) -> None:
         self.write()
         if self.failure is None:
-            self.finish()
+            self.publish()
 
     def write(self) -> None:
         """Write this rank's own part."""
@@ -75,11 +75,11 @@ class _Job:
         finally:
             self._is_written.set()
 
-    def finish(self) -> None:
-        """Publish, on the rank that does."""
+    def publish(self) -> None:
+        """Publish the checkpoint, on rank 0."""
         try:
-            if self._finish is not None:
-                saved = self._finish(self.abandoned)
+            if self._publish is not None:
+                saved = self._publish(self.abandoned)
                 self.done = FinishedSave(saved=saved, write_time_s=time.perf_counter() - self._began_s)
         except Exception as error:
             self.failure = error
@@ -91,27 +91,22 @@ class _Job:
     def wait(self) -> None:
         """Wait for the thread, or publish here if there is none."""
         if self.thread is None:
-            self.finish()
+            self.publish()
         else:
             self.thread.join()
 
     def abandon(self, grace_s: float) -> None:
-        """Give it up unless it ends within this time."""
+        """Abandon it unless it ends within this time."""
         if self.thread is not None:
             self.thread.join(grace_s)
             self.abandoned.set()
-            self.thread.join(_GRACE_S)  # it looks at the event between two pieces of a file
+            self.thread.join(_GRACE_S)  # it checks the event between two pieces of a file
         if self.temporary is not None and self.done is None:
             _remove(self.temporary)
 
 
 class Saver:
-    """Saves the checkpoints of one run, on one rank.
-
-    Args:
-        world: of the run.
-        in_background: whether a thread writes.
-    """
+    """Saves the checkpoints of one run, on one rank."""
 
     def __init__(self, world: World, *, in_background: bool) -> None:
         self._world = world
@@ -120,25 +115,23 @@ class Saver:
         self._job: _Job | None = None
         self._done: FinishedSave | None = None
 
-    def begin(self, content: Snapshot | Shard | None, folder: Path | None, saving: RetentionPolicy) -> None:
-        """Save this rank's part of a checkpoint; all ranks call it, and then `settle`.
+    def begin(self, content: Snapshot | Shard | None, folder: Path | None, policy: RetentionPolicy) -> None:
+        """Save this rank's part of a checkpoint; all ranks call it, and then `wait`.
 
-        Args:
-            content: a snapshot on rank 0 and None on the others, or the shard of every rank.
-            folder: of the checkpoints, on rank 0.
-            saving: step, and which checkpoints stay.
+        Rank 0 gives the folder of the checkpoints. The content is a snapshot on rank 0 and None on the others, or the
+        shard of every rank.
         """
-        assert self._job is None, "settle the one before first"
+        assert self._job is None, "wait for the one before first"
         failure, job = None, _Job(None, None)
         if isinstance(content, Shard):
-            temporary = self._make_temp_dir(folder, saving)
+            temporary = self._make_temp_dir(folder, policy)
             job.temporary = None if folder is None else temporary.path
         try:
             if isinstance(content, Shard):
-                job = self._sharded(content, folder, saving, temporary)
+                job = self._sharded(content, folder, policy, temporary)
             elif content is not None:
                 assert folder is not None
-                job = _Job(None, SnapshotWriter(folder, self._frozen(content), saving).write)
+                job = _Job(None, SnapshotWriter(folder, self._frozen(content), policy).write)
         except Exception as error:
             failure = error
         try:
@@ -152,7 +145,7 @@ class Saver:
         else:
             job.write()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the save under way, and raise its error on all ranks; all ranks call it."""
         job, self._job = self._job, None
         if job is None:
@@ -168,25 +161,25 @@ class Saver:
         self._done = job.done
 
     def finished(self) -> FinishedSave | None:
-        """What was published since the last call, without waiting; None on all ranks but 0."""
+        """What was published since the last call, without waiting; None except on rank 0."""
         if self._job is not None and self._job.done is not None:
             self._done, self._job.done = self._job.done, None
         done, self._done = self._done, None
         return done
 
     def abandon(self) -> None:
-        """Give up the save under way, when other ranks may be gone; one that is nearly done may end."""
+        """Abandon the save under way, when other ranks may be gone; one that is nearly done may end."""
         job, self._job = self._job, None
         if job is not None:
             job.abandon(_GRACE_S)
             self._done = job.done or self._done
 
-    def _make_temp_dir(self, folder: Path | None, saving: RetentionPolicy) -> TempDir:
+    def _make_temp_dir(self, folder: Path | None, policy: RetentionPolicy) -> TempDir:
         """The folder that all ranks write into, seen by all of them."""
         new, failure = None, None
         if folder is not None:
             try:
-                new = make_temp_dir(folder, saving.step, 0)
+                new = make_temp_dir(folder, policy.step, 0)
             except Exception as error:
                 failure = error
         raise_on_all_ranks(self._world, failure)
@@ -202,19 +195,19 @@ class Saver:
             raise
         return TempDir(shared, [] if new is None else new.notices)
 
-    def _sharded(self, shard: Shard, folder: Path | None, saving: RetentionPolicy, temporary: TempDir) -> _Job:
+    def _sharded(self, shard: Shard, folder: Path | None, policy: RetentionPolicy, temporary: TempDir) -> _Job:
         own = ShardWriter(self._world.rank, self._frozen_shard(shard))
-        finish: Callable[[Abandoned], Saved] | None = None
+        publish: Callable[[Abandoned], Saved] | None = None
         if folder is not None:
-            publisher = Publisher(folder, shard, saving, self._world.size)
+            publisher = Publisher(folder, shard, policy, self._world.size)
 
-            def finish(abandoned: Abandoned) -> Saved:
+            def publish(abandoned: Abandoned) -> Saved:
                 return publisher.publish(temporary.path, temporary.notices, abandoned)
 
         def write(abandoned: Abandoned) -> None:
-            own.write(temporary.path, saving.step, abandoned)
+            own.write(temporary.path, policy.step, abandoned)
 
-        return _Job(write, finish, None if folder is None else temporary.path)
+        return _Job(write, publish, None if folder is None else temporary.path)
 
     def _frozen(self, snapshot: Snapshot) -> Snapshot:
         if not self._in_background:

@@ -1,9 +1,9 @@
-"""What of a rank goes into a checkpoint, as named tensors: optimizer state, random state, parameters, buffers."""
+"""What a rank saves, as named tensors: optimizer state, random state, parameters, buffers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,11 @@ from stormo.checkpoint.reader import Reader, ReadItem
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, weights_digest
 from stormo.checkpoint.writer import Chunk, whole_chunk
 from stormo.distributed.world import World
-from stormo.errors import StormoError, counted
+from stormo.errors import StormoError, pluralize
 from stormo.parallel.base import Strategy
 from stormo.parallel.parameter_shards import ParameterShard
 
-Names = Mapping[Tensor, str] | Sequence[str]
+Names = Mapping[Tensor, str]  # of parameters
 
 # Scalars that torch's optimizers keep in host memory, unless the step runs inside a kernel or a graph.
 _HOST_SCALARS = frozenset({"step", "mu_product"})
@@ -39,19 +39,12 @@ class ModelMismatchError(StormoError):
     """The checkpoint is of another model."""
 
 
-# Optimizer state.
-# Names are `parameter|key` for a tensor, `parameter|key=number` and `parameter|key=none` for a Python number and None,
-# and `parameter|` for a parameter without state: so a missing parameter can be told from one that was never stepped.
-# The hyper-parameters of the groups are not stored: the plan of the run sets them.
+# Optimizer state. Names are `parameter|key` for a tensor, `parameter|key=number` and `parameter|key=none` for a Python
+# number and None, and `parameter|` for a parameter without state. Hyper-parameters are not stored: the plan sets them.
 
 
 def flatten_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Tensor]:
-    """The state of every parameter as named tensors, which share the optimizer's memory.
-
-    Args:
-        optimizer: one whose state values are tensors, numbers or None.
-        names: parameter to name, or the names in the order of the optimizer's parameter groups.
-    """
+    """The state of every parameter as named tensors, which share the optimizer's memory."""
     tensors: dict[str, Tensor] = {}
     for name, parameter, _ in _named_parameters(optimizer, names):
         # Not `optimizer.state[parameter]`: that would create an empty entry.
@@ -82,7 +75,7 @@ def restore_optimizer(optimizer: Optimizer, names: Names, tensors: Mapping[str, 
     Nothing is changed when the names do not fit.
     """
     stored = _stored_by_parameter(tensors)
-    parameters = list(_named_parameters(optimizer, names))
+    parameters = _named_parameters(optimizer, names)
     known = {name for name, _, _ in parameters}
     if unknown := sorted(set(stored) - known):
         raise OptimizerStateError(f"The stored optimizer state is for {_listed(unknown)}, which this optimizer lacks.")
@@ -108,24 +101,14 @@ def restore_optimizer(optimizer: Optimizer, names: Names, tensors: Mapping[str, 
             optimizer.state.pop(parameter, None)
 
 
-def _named_parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """Name, parameter and its group, in the order of the groups; each name once."""
+def _named_parameters(optimizer: Optimizer, names: Names) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    """Name, parameter and its group, in the order of the groups."""
     pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-    has = f"the optimizer has {counted(len(pairs), 'parameter')}"
-    if isinstance(names, Mapping):
-        if num_unnamed := sum(parameter not in names for parameter, _ in pairs):
-            raise OptimizerStateError(f"{has}, but no name was given for {num_unnamed}.")
-        ordered = [names[parameter] for parameter, _ in pairs]
-    else:
-        if len(names) != len(pairs):
-            raise OptimizerStateError(f"{has}, but {counted(len(names), 'name')} came.")
-        ordered = list(names)
-    if len(set(ordered)) != len(ordered):
+    if num_unnamed := sum(parameter not in names for parameter, _ in pairs):
         raise OptimizerStateError(
-            f"Two parameters have one name: {_listed(sorted({n for n in ordered if ordered.count(n) > 1}))}."
+            f"The optimizer has {pluralize(len(pairs), 'parameter')}, of which the model lacks {num_unnamed}."
         )
-    for name, (parameter, group) in zip(ordered, pairs, strict=True):
-        yield name, parameter, group
+    return [(names[parameter], parameter, group) for parameter, group in pairs]
 
 
 def _stored_by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, str, Tensor]]]:
@@ -164,8 +147,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-# Random state: torch (CPU, the current CUDA device), Python, NumPy's global generator. Generators that a program makes
-# for itself, and other accelerators, are not covered.
+# Random state: torch (CPU, the current CUDA device), Python, NumPy's global generator.
 
 
 def collect_random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -217,8 +199,8 @@ def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any
     return ()
 
 
-# Parameters and their optimizer state. State of a part's shape is a chunk of the whole state. Any other, such as the
-# count of steps, is the same on all ranks that hold something of the layer, and is stored once.
+# Parameters and their optimizer state. State of the shape of a parameter's shard is a chunk of the whole state. Any
+# other, such as the count of steps, is the same on all ranks with a part of the layer, and is stored once.
 
 
 def chunks_of(parts: Sequence[ParameterShard], optimizer: Optimizer) -> list[Chunk]:
@@ -304,17 +286,16 @@ def _require_shape(reader: Reader, part: ParameterShard) -> None:
         )
 
 
-# Buffers: replicas are stored once, those that differ by every rank that holds them. One exchange of digests tells them
-# apart; its size does not grow with the ranks.
+# Buffers: equal ones are stored once, those that differ by every rank. An all-reduce of digests finds them.
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBuffers:
     """What this rank stores of the buffers."""
 
-    own: dict[str, Tensor] = field(default_factory=dict)  # as its own
-    model: dict[str, Tensor] = field(default_factory=dict)  # as those of the model, for any other mesh
-    sources: dict[str, int] = field(default_factory=dict)  # the rank that stores a replica that is not persistent
+    own: dict[str, Tensor] = field(default_factory=dict)  # for this rank
+    model: dict[str, Tensor] = field(default_factory=dict)  # for the model, on any mesh
+    sources: dict[str, int] = field(default_factory=dict)  # the rank that stores an equal buffer that is not persistent
 
 
 @torch.no_grad()
@@ -353,7 +334,7 @@ def aliases(strategy: Strategy) -> dict[str, str]:
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in strategy.module.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)
-    stored = {part.name for part in strategy.parts()} | persistent_buffers(strategy).keys()
+    stored = {part.name for part in strategy.shards()} | persistent_buffers(strategy).keys()
     return {
         name: first
         for names in by_tensor.values()
@@ -368,7 +349,7 @@ def _described(world: World, held: _Described) -> _Described:
     """All buffers that some rank holds: without pipeline stages those of this rank."""
     if world.mesh.pipeline == 1:
         return held
-    is_first_of_stage = not any(place for axis, place in world.grid.at.items() if axis != "pipeline")
+    is_first_of_stage = not any(index for axis, index in world.parallel_dims.at.items() if axis != "pipeline")
     gathered = world.gather_objects(held if is_first_of_stage else {})
     union: dict[str, Any] = {}
     for each in gathered or []:

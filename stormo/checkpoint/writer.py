@@ -1,9 +1,9 @@
-"""Writes checkpoints: into a temporary folder, through to the disk, published by one rename.
+"""Writes checkpoints: into a temporary folder, synced to the disk, published by one rename.
 
 Whenever the process or the machine dies, every published checkpoint is complete. One process at a time publishes into a
-folder. One process writes a snapshot of whole tensors. Chunks are written by all ranks at once, into one temporary
-folder on a shared file system: each rank ends with a rank manifest; rank 0 waits for all of these, makes the index,
-reads it back and publishes. Ranks exchange nothing but files here, so this may run in a thread.
+folder. A snapshot of whole tensors is written by one process. Chunks are written by all ranks at once into one
+temporary folder on a shared file system. Each rank writes a rank manifest last. Rank 0 waits for all of these, writes
+the index, reads it back and publishes. Ranks exchange nothing but files here, so this may run in a thread.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, Encoded, weights_dige
 from stormo.errors import full_disk
 from stormo.system.files import BadFileError, printable, read_bytes, read_object
 
-# For a digest of the values, one process reads all weights back. Larger models get the digest of their chunks' digests.
+# Up to this size, one process reads all weights back to hash their values. Larger models get a digest of their chunks'
+# digests.
 LARGEST_READ_BACK_BYTES = 1024**3
 
-_LONGEST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 0.5
 _UNKNOWN_DIGEST = "0" * 64
 # The errors of a file system without hard links, or without more of them for this file.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EACCES)
@@ -83,7 +84,7 @@ class AbandonedError(Exception):
 def write_file(
     file: Path, content: Iterable[bytes | memoryview], abandoned: threading.Event | None = None
 ) -> FileEntry:
-    """Write a new file through to the disk, hashing the bytes that are handed to the system."""
+    """Write a new file, sync it to the disk, and hash its bytes."""
     digest = hashlib.sha256()
     size_bytes = 0
     with file.open("xb", buffering=1024 * 1024) as stream:
@@ -104,7 +105,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(folder_fd)
     except OSError as error:
-        # Some network and user-space file systems make names durable by themselves and have no such call.
+        # Some network and user-space file systems need no such call, and refuse it.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -140,11 +141,13 @@ def _removed_on_failure(temporary: Path, folder: Path, step: int, num_bytes: int
     try:
         yield
     except BaseException as error:
-        # Before the folder is removed: afterwards there is free space again.
-        told = _write_error("The checkpoint", folder, step, num_bytes, error) if isinstance(error, OSError) else None
+        # Made before the folder is removed, which frees space.
+        explained: BaseException = error
+        if isinstance(error, OSError):
+            explained = _write_error("The checkpoint", folder, step, num_bytes, error)
         shutil.rmtree(temporary, ignore_errors=True)
-        if told is not None:
-            raise told from error
+        if explained is not error:
+            raise explained from error
         raise
 
 
@@ -164,14 +167,13 @@ def _write_error(who: str, folder: Path, step: int, num_bytes: int, error: OSErr
 
 
 def _state_bytes(state: dict[str, Any]) -> bytes:
-    """Plain values as `state.json` holds them; what JSON would change silently is refused."""
+    """The content of `state.json`; values that JSON would change silently are refused."""
     _require_json(state, "state")
     # NaN and infinity (a diverged loss, a best value not reached yet) come back as they are.
     return (json.dumps(state, indent=1) + "\n").encode()
 
 
 def _require_json(value: object, where: str) -> None:
-    """Refuse what JSON would change silently, such as a number as a key."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -187,11 +189,11 @@ def _require_json(value: object, where: str) -> None:
 # Publishing
 
 
-def _metric_to_store(folder: Path, saving: RetentionPolicy, weights_sha256: str) -> float | None:
+def _metric_to_store(folder: Path, policy: RetentionPolicy, weights_sha256: str) -> float | None:
     """The metric, or that of the checkpoint being replaced if it holds the same weights."""
-    if saving.metric is not None:
-        return float(saving.metric) if math.isfinite(saving.metric) else None
-    for path in published(folder).get(saving.step, []):
+    if policy.metric is not None:
+        return float(policy.metric) if math.isfinite(policy.metric) else None
+    for path in published(folder).get(policy.step, []):
         try:
             replaced = read_manifest(path)
         except CorruptCheckpointError:
@@ -202,7 +204,7 @@ def _metric_to_store(folder: Path, saving: RetentionPolicy, weights_sha256: str)
 
 
 def publish(temporary: Path, folder: Path, manifest: Manifest, notices: list[str]) -> Path:
-    """Seal a folder and give it its public name."""
+    """Write the manifest into a folder, and give the folder its public name."""
     content = manifest.to_bytes()
     require_readable(MANIFEST, len(content), MAX_MANIFEST_BYTES)
     write_file(temporary / MANIFEST, (content,))
@@ -239,17 +241,17 @@ def _rename(temporary: Path, folder: Path, step: int, notices: list[str]) -> Pat
 # Whole tensors, by one process
 
 
-def save(folder: Path | str, snapshot: Snapshot, saving: RetentionPolicy) -> Saved:
-    """Publish `folder/step-…`, then remove the checkpoints that need not stay; meanwhile no tensor may change."""
-    return SnapshotWriter(Path(folder), snapshot, saving).write()
+def save(folder: Path | str, snapshot: Snapshot, policy: RetentionPolicy) -> Saved:
+    """Publish `folder/step-…`, then remove superseded checkpoints; meanwhile no tensor may change."""
+    return SnapshotWriter(Path(folder), snapshot, policy).write()
 
 
 class SnapshotWriter:
-    """Writes whole tensors; everything that can be refused is refused when it is made."""
+    """Writes whole tensors; the constructor refuses what cannot be stored."""
 
-    def __init__(self, folder: Path, snapshot: Snapshot, saving: RetentionPolicy) -> None:
+    def __init__(self, folder: Path, snapshot: Snapshot, policy: RetentionPolicy) -> None:
         self._folder = folder
-        self._saving = saving
+        self._policy = policy
         self._model = snapshot.model
         tensors = (snapshot.model, snapshot.optimizer, snapshot.ranks)
         self._encoded = {name: Encoded(each) for name, each in zip(TENSOR_FILES, tensors, strict=True)}
@@ -257,22 +259,22 @@ class SnapshotWriter:
 
     def write(self, abandoned: threading.Event | None = None) -> Saved:
         """Write, publish and rotate."""
-        folder, saving = self._folder, self._saving
+        folder, policy = self._folder, self._policy
         num_bytes = sum(encoded.size_bytes for encoded in self._encoded.values()) + len(self._state)
         weights = weights_digest(self._model)
-        temporary = make_temp_dir(folder, saving.step, num_bytes)
-        with _removed_on_failure(temporary.path, folder, saving.step, num_bytes):
+        temporary = make_temp_dir(folder, policy.step, num_bytes)
+        with _removed_on_failure(temporary.path, folder, policy.step, num_bytes):
             files = {name: write_file(temporary.path / name, each, abandoned) for name, each in self._encoded.items()}
             files[STATE] = write_file(temporary.path / STATE, (self._state,))
             manifest = Manifest(
-                step=saving.step,
-                identity=saving.identity,
-                metric=_metric_to_store(folder, saving, weights),
+                step=policy.step,
+                identity=policy.identity,
+                metric=_metric_to_store(folder, policy, weights),
                 weights_sha256=weights,
                 files=files,
             )
             path = publish(temporary.path, folder, manifest, temporary.notices)
-        return rotate(path, manifest, saving, temporary.notices)
+        return rotate(path, manifest, policy, temporary.notices)
 
 
 def replace_state(path: Path, state: dict[str, Any]) -> Path:
@@ -327,7 +329,7 @@ class Shard:
 
 
 class ShardWriter:
-    """Writes one rank's part of a checkpoint; everything that can be refused is refused when it is made."""
+    """Writes one rank's part of a checkpoint; the constructor refuses what cannot be stored."""
 
     def __init__(self, rank: int, shard: Shard) -> None:
         self._rank = rank
@@ -420,19 +422,19 @@ def rank_manifest_name(rank: int) -> str:
 
 
 class Publisher:
-    """Makes a checkpoint of the files of all ranks."""
+    """Publishes the files of all ranks as one checkpoint."""
 
-    def __init__(self, folder: Path, shard: Shard, saving: RetentionPolicy, num_ranks: int) -> None:
+    def __init__(self, folder: Path, shard: Shard, policy: RetentionPolicy, num_ranks: int) -> None:
         assert shard.state is not None
         self._folder = folder
-        self._saving = saving
+        self._policy = policy
         self._num_ranks = num_ranks
         self._state = _state_bytes(shard.state)
 
     def publish(self, temporary: Path, notices: Sequence[str] = (), abandoned: threading.Event | None = None) -> Saved:
         """Wait for every rank manifest, then publish and rotate; after a failure the temporary folder is gone."""
-        told, folder, saving = list(notices), self._folder, self._saving
-        with _removed_on_failure(temporary, folder, saving.step, len(self._state)):
+        notices, folder, policy = list(notices), self._folder, self._policy
+        with _removed_on_failure(temporary, folder, policy.step, len(self._state)):
             files = {STATE: write_file(temporary / STATE, (self._state,))}
             self._wait(temporary, abandoned or threading.Event())
             try:
@@ -445,13 +447,13 @@ class Publisher:
             except (ValueError, KeyError, TypeError, CorruptCheckpointError, BadFileError) as error:
                 problem = error.problem if isinstance(error, CorruptCheckpointError | BadFileError) else error
                 raise CheckpointWriteError(
-                    f"The checkpoint of step {saving.step} was not published, as what the workers have written is "
+                    f"The checkpoint of step {policy.step} was not published, as the files of the workers are "
                     f"incomplete ({problem}); older checkpoints are untouched."
                 ) from error
             for rank in range(self._num_ranks):
                 (temporary / rank_manifest_name(rank)).unlink()
-            path = publish(temporary, folder, manifest, told)
-        return rotate(path, manifest, saving, told)
+            path = publish(temporary, folder, manifest, notices)
+        return rotate(path, manifest, policy, notices)
 
     def _wait(self, temporary: Path, abandoned: threading.Event) -> None:
         missing, pause_s = list(range(self._num_ranks)), 0.005
@@ -459,13 +461,13 @@ class Publisher:
             temporary.stat()  # raises if the folder was taken away
             if abandoned.wait(pause_s):
                 raise AbandonedError
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _manifest(self, temporary: Path, files: dict[str, FileEntry], digests: Sequence[str]) -> Manifest:
         """The manifest with the digest of the weights, for which the index is read back as every reader will."""
         manifest = Manifest(
-            step=self._saving.step,
-            identity=self._saving.identity,
+            step=self._policy.step,
+            identity=self._policy.identity,
             metric=None,
             weights_sha256=_UNKNOWN_DIGEST,
             files=files,
@@ -477,22 +479,22 @@ class Publisher:
                 weights, digest_of = digest_of_ranks(digests), CHUNKS
             else:
                 weights, digest_of = weights_digest(reader.read_sections("model")[0]), VALUES
-        metric = _metric_to_store(self._folder, self._saving, weights)
+        metric = _metric_to_store(self._folder, self._policy, weights)
         return replace(manifest, metric=metric, weights_sha256=weights, digest_of=digest_of)
 
 
 @dataclass
 class _FoundTensor:
-    """One tensor, as far as the rank manifests tell."""
+    """One tensor in the rank manifests read so far."""
 
     dtype: torch.dtype
     shape: Shape
-    pieces: list[int] = field(default_factory=list)  # numbers of what single ranks hold of it
-    is_repeatable: bool = True  # whether every rank that holds something of it holds all of it
+    pieces: list[int] = field(default_factory=list)  # indices of the chunks of single ranks
+    is_replicated: bool = True  # every rank with a chunk of it has all of it
 
 
 class _RankManifests:
-    """What all ranks have written, put together."""
+    """The merged manifests of all ranks."""
 
     def __init__(self) -> None:
         self.files: dict[str, FileEntry] = {}
@@ -520,11 +522,10 @@ class _RankManifests:
                         found = tensors[name] = _FoundTensor(dtype, shape)
                     elif found.dtype != dtype or found.shape != shape:
                         raise ValueError(f"{name!r} is of another dtype or shape on rank {rank}")
-                    # Several ranks may store the state of a layer as a whole, if the layer has no element that
-                    # belongs to one of them.
-                    is_repeated = section == "optimizer" and found.pieces and found.is_repeatable and is_whole
+                    # Several ranks may store the whole state of a layer of which no element belongs to one of them.
+                    is_repeated = section == "optimizer" and found.pieces and found.is_replicated and is_whole
                     if piece and not is_repeated:
-                        found.is_repeatable = found.is_repeatable and is_whole
+                        found.is_replicated = found.is_replicated and is_whole
                         found.pieces.append(len(self._pieces) - 1)
 
     def index(self) -> Index:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from stormo.config.plan import Plan, with_layers, with_own_optimizer
+from stormo.config.plan import Plan, with_layers, with_task_optimizer
 from stormo.config.schema import TrainConfig
-from stormo.errors import MissingPackageError, SettingError, counted
+from stormo.errors import MissingPackageError, SettingError, pluralize
 from stormo.optim.schedule import make_schedule
+from stormo.telemetry.text import encodable
 
 _COLUMNS, _ROWS = 72, 10
-_MOST_POINTS = 20_000  # of a drawing, which shows no more; a table has every step
+_MAX_POINTS = 20_000  # of a drawing; a table has every step
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _OWN = ", times the learning rate of the task's own optimizer over --base-lr"
 _KINDS = (".png", ".svg", ".csv")
@@ -33,20 +34,20 @@ class Point:
 
 def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False, loss_reduction: str = "mean") -> None:
     """Print the plan and, if asked, the curve; `has_own`: the task may bring its own optimizer."""
-    facts, told = plan.facts, with_own_optimizer(config, plan) if has_own else plan
-    told = with_layers(
+    facts, shown = plan.facts, with_task_optimizer(config, plan) if has_own else plan
+    shown = with_layers(
         config,
-        told,
+        shown,
         has_convolutions=facts.has_convolutions,
         has_batch_norms=facts.has_batch_norms,
         loss_reduction=loss_reduction,
     )
-    for line in told.lines():
+    for line in shown.lines():
         print(line, file=out)
     asked = config.command.plot_schedule
     if asked is None:
         return
-    points = list(planned_steps(config, plan, most=None if asked.endswith(".csv") else _MOST_POINTS))
+    points = list(planned_steps(config, plan, max_points=None if asked.endswith(".csv") else _MAX_POINTS))
     if asked:
         try:
             _write(Path(asked), points)
@@ -54,9 +55,9 @@ def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False,
             raise SettingError(
                 f"--plot-schedule {asked} was set", f"it cannot be written ({error.strerror})", "name another file"
             ) from None
-        print(f"\n{counted(plan.total_steps, 'step')} drawn in {asked}{_OWN * has_own}", file=out)
+        print(f"\n{pluralize(plan.total_steps, 'step')} drawn in {asked}{_OWN * has_own}", file=out)
         return
-    plain = not _takes(out, _BLOCKS)
+    plain = encodable(_BLOCKS, out) != _BLOCKS
     values = {"learning rate": [point.learning_rate for point in points]}
     if len(plan.stages) > 1:
         values["global batch"] = [float(point.global_batch_size) for point in points]
@@ -73,7 +74,7 @@ def check(config: TrainConfig) -> None:
         return
     if not config.command.dry_run:
         raise SettingError(
-            "--plot-schedule was set without --dry-run", "training does not begin with a drawing", "set --dry-run too"
+            "--plot-schedule was set without --dry-run", "training does not draw it", "set --dry-run too"
         )
     path = Path(asked)
     if asked and path.suffix not in _KINDS:
@@ -88,10 +89,10 @@ def check(config: TrainConfig) -> None:
         raise SettingError(f"--plot-schedule {asked} was set", f"there is no folder {path.parent}", "name another one")
 
 
-def planned_steps(config: TrainConfig, plan: Plan, most: int | None = None) -> Iterator[Point]:
-    """Every step in order, or about `most` of them, evenly spaced."""
+def planned_steps(config: TrainConfig, plan: Plan, max_points: int | None = None) -> Iterator[Point]:
+    """Every step in order, or about `max_points` of them, evenly spaced."""
     schedule = make_schedule(config, plan)
-    stride = 1 if most is None else max(1, plan.total_steps // most)
+    stride = 1 if max_points is None else max(1, plan.total_steps // max_points)
     for step in range(0, plan.total_steps, stride):
         stage = next(stage for stage in reversed(plan.stages) if stage.first_step <= step)
         epochs, steps = divmod(step - stage.first_step, stage.steps_per_epoch)
@@ -101,14 +102,14 @@ def planned_steps(config: TrainConfig, plan: Plan, most: int | None = None) -> I
 
 
 def draw(values: Sequence[float], at: Sequence[float], end: float, *, plain: bool = False) -> list[str]:
-    """A curve as text, from 0 to its peak: the values at places from 0 to `end`, averaged in columns."""
+    """A curve as text, from 0 to its peak: the values at positions from 0 to `end`, averaged in columns."""
     peak = max(values)
     columns: list[list[float]] = [[] for _ in range(_COLUMNS)]
-    for value, place in zip(values, at, strict=True):
-        columns[min(_COLUMNS - 1, int(place / end * _COLUMNS))].append(value)
+    for value, position in zip(values, at, strict=True):
+        columns[min(_COLUMNS - 1, int(position / end * _COLUMNS))].append(value)
     heights, last = [], 0.0
     for column in columns:
-        last = sum(column) / len(column) if column else last  # fewer steps than columns: it stays
+        last = sum(column) / len(column) if column else last  # there may be fewer steps than columns
         heights.append(last / peak * _ROWS if peak else 0.0)
     label = max(len(f"{peak:g}"), 1)
     lines = []
@@ -119,14 +120,6 @@ def draw(values: Sequence[float], at: Sequence[float], end: float, *, plain: boo
         lines.append(f"{name:>{label}} |{bars}".rstrip() if plain else f"{name:>{label}} │{bars}".rstrip())
     axis = f"{'':{label}} epoch 0"
     return [*lines, f"{axis}{end:>{label + 2 + _COLUMNS - len(axis)}g}"]
-
-
-def _takes(out: TextIO, text: str) -> bool:
-    try:
-        text.encode(getattr(out, "encoding", None) or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _write(path: Path, points: Sequence[Point]) -> None:

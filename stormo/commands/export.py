@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stormo.config.options import Parser
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import format_bytes, write_text
 
 if TYPE_CHECKING:
-    from stormo.checkpoint import Found
+    from stormo.checkpoint.format import Found
     from stormo.checkpoint.tensors import Encoded
 
 
@@ -53,11 +53,11 @@ def main(arguments: Sequence[str]) -> int:
         good, _ = newest_good(path.parent)
         offer = f"the newest good checkpoint is that of step {good.step}: --step {good.step}" if good else ""
         raise CorruptCheckpointError(error.path, error.problem, offer) from error
-    # Other programs take it for weights of torch by this.
+    # By "format" other programs know that these are weights of torch.
     encoded = Encoded(model, {"format": "pt", "stormo_step": str(step)})
     _write(file, encoded)
     lines = [
-        f"weights   {file}  ({format_bytes(encoded.size_bytes)}, {counted(len(model), 'tensor')}, step {step})",
+        f"weights   {file}  ({format_bytes(encoded.size_bytes)}, {pluralize(len(model), 'tensor')}, step {step})",
         f"digest    {weights_digest(model)}",
     ]
     write_text("".join(f"{line}\n" for line in lines), sys.stdout)
@@ -134,8 +134,8 @@ def _write(file: Path, encoded: Encoded) -> None:
         sync_folder(file.parent)
     except OSError as error:
         raise SettingError(
-            f"{file} was to be written", f"it cannot be ({error.strerror})", "make room, or name another place"
+            f"{file} was to be written", f"it cannot be ({error.strerror})", "make room, or name another folder"
         ) from error
     finally:
-        with contextlib.suppress(OSError):  # of which all is said, as of a file system that is read-only
+        with contextlib.suppress(OSError):  # the first error was reported already
             temporary.unlink(missing_ok=True)

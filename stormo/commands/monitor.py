@@ -22,7 +22,7 @@ from stormo.config.options import Parser
 from stormo.energy.meter import own_meter
 from stormo.energy.node_metrics import NodeMetrics
 from stormo.energy.nvml import Device, NvmlUnavailableError, open_nvml
-from stormo.errors import SettingError, StormoError, counted
+from stormo.errors import SettingError, StormoError, pluralize
 from stormo.system.files import open_to_append, whole_lines_bytes, write_all
 from stormo.telemetry.runs_folder import align
 from stormo.telemetry.text import (
@@ -35,7 +35,7 @@ from stormo.telemetry.text import (
     write_text,
 )
 
-_SHORTEST_S, _LONGEST_S = 0.1, 86400.0  # drivers renew their figures about ten times a second
+_MIN_S, _MAX_S = 0.1, 86400.0  # drivers renew their figures about ten times a second
 _FIRST_S = 0.2  # the first sample is shown so soon: rates need two readings
 _ENDING = {signal.SIGINT, signal.SIGTERM}
 _NODE_TITLES = {"cpu_power_w": "CPU power", "cpu_clock_mhz": "CPU clock", "cpu_temperature_c": "CPU temperature"}
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     """Watch this node until the count is reached or Ctrl-C is pressed; return the exit code."""
     parsed = make_parser().parse_args(arguments)
     count = 1 if parsed.once else parsed.count
-    if not _SHORTEST_S <= parsed.every <= _LONGEST_S:
-        instead = f"set {_SHORTEST_S:g} to {_LONGEST_S:g} seconds"
+    if not _MIN_S <= parsed.every <= _MAX_S:
+        instead = f"set {_MIN_S:g} to {_MAX_S:g} seconds"
         raise SettingError(f"--every {parsed.every:g} was set", "devices do not renew their figures like that", instead)
     if count is not None and count < 1:
         raise SettingError(f"--count {count} was set", "at least one sample is taken", "set it to 1 or more")
@@ -80,20 +80,20 @@ def main(arguments: Sequence[str]) -> int:
     with _held_signals(), ExitStack() as stack:
         write = _csv_writer(parsed.csv, stack) if parsed.csv is not None else None
         devices, reasons = _open_gpus(stack)
-        vitals = NodeMetrics(devices)
-        first = vitals.sample()  # rates count from here
-        reasons += [f"{_NODE_TITLES[key]}: n/a: {reason}" for key, reason in vitals.reasons().items()]
-        reasons += _untold(devices, first)
+        metrics = NodeMetrics(devices)
+        first = metrics.sample()  # rates count from here
+        reasons += [f"{_NODE_TITLES[key]}: n/a: {reason}" for key, reason in metrics.reasons().items()]
+        reasons += _missing(devices, first)
         show = None if parsed.csv == "-" or sys.stdout is None else _view(reasons, stack)
         meter, _ = own_meter([device.uuid for device in devices if device.parent_uuid is None], "")
         stack.callback(meter.close)
         with meter.window() as window:
-            num_taken = _watch(vitals.sample, parsed.every, count, [one for one in (write, show) if one is not None])
+            num_samples = _watch(metrics.sample, parsed.every, count, [one for one in (write, show) if one is not None])
     out = sys.stderr if parsed.csv == "-" else sys.stdout
     if not parsed.once and out is not None:
         energy = f"{window.measured_j:,.0f} J ± {window.error_j:,.0f} J" if meter.sources else "n/a"
         missing = "".join(f"\nenergy of {one.kind}: n/a: {one.reason}" for one in meter.missing)
-        watched = f"watched for {format_duration(window.seconds)}, {counted(num_taken, 'sample')}"
+        watched = f"watched for {format_duration(window.seconds)}, {pluralize(num_samples, 'sample')}"
         write_text(f"\n{watched}, energy {energy}{missing}\n", out)
     return 0
 
@@ -112,7 +112,7 @@ def make_parser() -> Parser:
 
 @contextmanager
 def _held_signals() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back for `_watch`, which asks for them between samples."""
+    """Block Ctrl-C and SIGTERM; `_watch` checks for them between samples."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
@@ -123,20 +123,20 @@ def _held_signals() -> Iterator[None]:
 
 
 def _watch(
-    sample: Callable[[], Sample], every_s: float, count: int | None, takers: Sequence[Callable[[Sample], bool]]
+    sample: Callable[[], Sample], every_s: float, count: int | None, writers: Sequence[Callable[[Sample], bool]]
 ) -> int:
-    """Hand out samples at a steady pace until there are enough, nobody takes them, or a signal comes."""
-    next_s, num_taken = time.monotonic() + min(_FIRST_S, every_s), 0
-    while num_taken != count:
+    """Hand out samples at a steady pace until there are enough, nobody reads them, or a signal comes."""
+    next_s, num_samples = time.monotonic() + min(_FIRST_S, every_s), 0
+    while num_samples != count:
         if signal.sigtimedwait(_ENDING, max(next_s - time.monotonic(), 0.0)) is not None:
             break
         now = sample()
-        num_taken += 1
-        if not any([take(now) for take in takers]):  # noqa: C419 - each of them takes it
+        num_samples += 1
+        if not any([write(now) for write in writers]):  # noqa: C419 - every writer gets it
             break
-        # A moment that has passed already, as after a suspend, is left out.
+        # Samples that are overdue, as after a suspend, are left out.
         next_s += every_s * max(1, math.ceil((time.monotonic() - next_s) / every_s))
-    return num_taken
+    return num_samples
 
 
 def _open_gpus(stack: ExitStack) -> tuple[list[Device], list[str]]:
@@ -150,8 +150,8 @@ def _open_gpus(stack: ExitStack) -> tuple[list[Device], list[str]]:
     return devices, [] if devices else ["GPU: n/a: the driver shows none"]
 
 
-def _untold(devices: Sequence[Device], sample: Sample) -> list[str]:
-    """What GPUs do not tell, and why."""
+def _missing(devices: Sequence[Device], sample: Sample) -> list[str]:
+    """The figures that GPUs do not report, and why."""
     found: dict[str, list[str]] = {}
     for device, gpu in zip(devices, sample["gpus"], strict=True):
         for key in (key for key, value in gpu.items() if value is None):
@@ -243,7 +243,7 @@ def _shown(row: Sequence[str]) -> tuple[str, ...]:
     cell = dict(zip(COLUMNS, row, strict=True))
     return (
         cell["device"],
-        cell["name"].removeprefix("NVIDIA ") or counted(int(cell["num_cpus"]), "CPU"),
+        cell["name"].removeprefix("NVIDIA ") or pluralize(int(cell["num_cpus"]), "CPU"),
         _figure(cell["utilisation_fraction"], "%", 100),
         _figure(cell["memory_used_bytes"], "GiB", 2**-30, of=cell["memory_total_bytes"], digits=1),
         _figure(cell["power_w"], "W", of=cell["power_limit_w"]),
@@ -272,8 +272,8 @@ def _view(reasons: Sequence[str], stack: ExitStack) -> Callable[[Sample], bool]:
     """Shows samples: renewed in place on a terminal, one after the other anywhere else."""
     out = sys.stdout
     if not can_redraw(out, os.environ):
-        said = "".join(f"{reason}\n" for reason in reasons)
-        return _printer(said, lambda sample: "".join(f"{line}\n" for line in lines(sample)))
+        first = "".join(f"{reason}\n" for reason in reasons)
+        return _printer(first, lambda sample: "".join(f"{line}\n" for line in lines(sample)))
     from rich.live import Live
     from rich.text import Text
 

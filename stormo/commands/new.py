@@ -1,4 +1,4 @@
-"""The verb `new`: writes a task that trains as it is, with a comment on every part that a user will change."""
+"""The verb `new`: writes a task that trains at once, with a comment on every part that a user will change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
 def main(arguments: Sequence[str]) -> int:
     """Read the options, write the file, and say what to type next."""
     parser = Parser(
-        prog="stormo new", description="Write a task that trains as it is, to start from.", allow_abbrev=False
+        prog="stormo new", description="Write a task that trains at once, to start from.", allow_abbrev=False
     )
     parser.add_argument("file", metavar="FILE.py", help="file to write; one that is there is left alone")
     kinds = "|".join(KINDS)
@@ -31,13 +31,13 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     write_task(parsed.file, parsed.kind)
     name = shlex.quote(str(Path(parsed.file)))
-    said = f"""\
-{Path(parsed.file)} is written: a task of kind {parsed.kind} that trains as it is.
+    text = f"""\
+{Path(parsed.file)} is written: a task of kind {parsed.kind} that trains at once.
   stormo train {name}                 train it
   stormo train {name} --num-gpus 2    on two GPUs, or on two processes of a machine without
   stormo train {name} --help          its options and all others
 """
-    write_text(said, sys.stdout)
+    write_text(text, sys.stdout)
     return 0
 
 

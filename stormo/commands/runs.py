@@ -5,7 +5,7 @@ The state comes from `summary.json`; without one, from whether a process holds t
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import shutil
 import sys
 import time
@@ -30,18 +30,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
-    return list_folder(Path(parsed.runs_folder), json=parsed.json)
-
-
-def list_folder(folder: Path, *, json: bool) -> int:
-    """List the runs of a folder."""
-    now_unix_s = time.time()
+    folder, now_unix_s = Path(parsed.runs_folder), time.time()
     if folder.exists() and not folder.is_dir():
         raise SettingError(f"--runs-folder {folder} was set", "it is no folder", "name the folder that holds your runs")
     overviews = [overview(run, now_unix_s=now_unix_s) for run in list_runs(folder)]
-    if json:
+    if parsed.json:
         content = [to_json(asdict(one)) for one in overviews]
-        write_text(json_format.dumps(content, indent=2, allow_nan=False) + "\n", sys.stdout)
+        write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", sys.stdout)
     elif not overviews:
         write_text(f"No run in {folder}: start one with `stormo train`, or name the folder of yours.\n", sys.stdout)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import math
 import shlex
 import sys
@@ -15,8 +15,8 @@ from typing import Any
 from stormo.config.options import Parser
 from stormo.energy import read_bill
 from stormo.energy.summary import joules_text
-from stormo.errors import counted
-from stormo.telemetry.environment import job_words
+from stormo.errors import pluralize
+from stormo.telemetry.environment import job_text
 from stormo.telemetry.events import current_events, read_events, speed_of
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary, to_json
 from stormo.telemetry.runs_folder import MISSING, RunOverview, align, find_run, flat_config, last_event, overview
@@ -61,13 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
-    return show_run(Path(parsed.runs_folder), parsed.run, json=parsed.json)
-
-
-def show_run(folder: Path, name: str, *, json: bool) -> int:
-    """Show one run, named or given by its path."""
-    run = _read(find_run(folder, name))
-    text = json_format.dumps(_as_json(run), indent=2, allow_nan=False) if json else "\n".join(_lines(run))
+    run = _read(find_run(Path(parsed.runs_folder), parsed.run))
+    text = json.dumps(_as_json(run), indent=2, allow_nan=False) if parsed.json else "\n".join(_lines(run))
     write_text(f"{text}\n", sys.stdout)
     return 0
 
@@ -215,9 +210,9 @@ def _mib(num_bytes: float) -> str:
 def _attempts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
     """The scheduler jobs of the run, in order."""
     return [
-        f"from step {start.get('resumed_at_step') or 0} with {counted(start.get('world_size', '?'), 'worker')}: {job}"
+        f"from step {start.get('resumed_at_step') or 0} with {pluralize(start.get('world_size', '?'), 'worker')}: {job}"
         for start in starts
-        if (job := job_words(start.get("job")))
+        if (job := job_text(start.get("job")))
     ]
 
 

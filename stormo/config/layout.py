@@ -1,6 +1,6 @@
-"""Who takes part in a run: devices, workers, backend and strategy, from the settings and what this node shows.
+"""Devices, workers, backend and strategy of a run, from the settings and the GPUs of this node.
 
-Pure functions; every check of them is here, so that it fails before any process starts.
+Pure functions, whose checks fail before any process starts.
 """
 
 from __future__ import annotations
@@ -9,32 +9,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stormo.config.mesh import CUTS, Mesh, mesh_of, parse_mesh, preset_mesh
-from stormo.config.schema import TrainConfig
+from stormo.config.mesh import SHARDED, Mesh, mesh_of, parse_mesh, preset_mesh
+from stormo.config.schema import TrainConfig, Workers
 from stormo.config.strategies import DDP, MESH, SINGLE, SPECS, StrategySpec, names
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.system.hardware import Gpu
 
 _PORTS = (1024, 49151)
-_MAX_TIMEOUT_S = 2_592_000.0
-_MOST_STALE = 1000
+_MAX_TIMEOUT_S = 30 * 24 * 3600
+_MAX_STALENESS = 1000
+
 DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """The shape of a world that another program (torchrun, srun, mpirun) has already started."""
+    """The workers that another program (torchrun, srun, mpirun) has already started."""
 
     launcher: str
     world_size: int
     local_size: int
     num_nodes: int
-    gpus_on_node: int | None = None  # of all workers of this node together, where the launcher counts them
+    gpus_on_node: int | None = None  # where the launcher counts them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Who takes part: known before any process starts and before the task is loaded."""
+    """What is known before any process starts and before the task is loaded."""
 
     device_type: str  # "cpu" or "cuda"
     gpu: Gpu | None
@@ -45,17 +46,17 @@ class Layout:
     devices_per_worker: int
     world_size: int
     mesh: Mesh
-    zero: int  # what the axis shard cuts: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
+    zero: int  # what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
     explanation: tuple[tuple[str, str], ...]
 
     @property
     def spec(self) -> StrategySpec:
-        """The row of its strategy."""
+        """The row of the strategy."""
         return SPECS[self.strategy]
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no worker need hold the whole model with all that belongs to it."""
+        """Whether a worker may hold less than the whole model."""
         return self.spec.is_sharded
 
     @property
@@ -65,17 +66,17 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """Parts into which the workers cut a batch."""
+        """The data-parallel size: parts into which a batch is split."""
         return math.prod(getattr(self.mesh, axis) for axis in self.spec.data_axes)
 
     @property
     def sharer(self) -> str:
-        """Who takes one part of a batch, in a word."""
+        """Who takes one part of a batch: a worker, or a group that takes the same samples."""
         return "worker" if self.data_size == self.world_size else "group"
 
 
 def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched | None = None) -> Layout:
-    """Devices, workers, backend and strategy, from the settings and what this node shows."""
+    """Devices, workers, backend and strategy."""
     workers = config.workers
     _check_workers(config)
     device_type, device_reason = _device(config, gpus)
@@ -84,7 +85,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         per_node, num_nodes, world_size = launched.local_size, launched.num_nodes, launched.world_size
         origin = f"started by {launched.launcher}"
         if device_type == "cuda" and per_node < len(gpus):
-            origin += f", which leaves GPUs idle: {per_node} of {len(gpus)} that it shows are used on this node"
+            origin += f", which leaves GPUs idle: {per_node} of {len(gpus)} visible ones are used on this node"
     else:
         per_node = workers.num_gpus or (len(gpus) if device_type == "cuda" else 1)
         num_nodes = workers.num_nodes
@@ -100,11 +101,11 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
     unit = "GPU" if device_type == "cuda" else "CPU process"
     count = per_node * devices_per_worker
-    total = f"{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
+    total = f"{world_size} = {pluralize(num_nodes, 'node')} × {pluralize(count, unit)}"
     if is_one_process:
-        total = f"1 process that drives {counted(count, 'GPU')}"
+        total = f"1 process with {pluralize(count, 'GPU')}"
     elif world_size != per_node * num_nodes:
-        total = f"{world_size} on {counted(num_nodes, 'node')}, {per_node} of them on this one"
+        total = f"{world_size} on {pluralize(num_nodes, 'node')}, {per_node} of them on this one"
     return Layout(
         device_type=device_type,
         gpu=gpus[0] if device_type == "cuda" else None,
@@ -141,18 +142,21 @@ def _check_workers(config: TrainConfig) -> None:
         raise SettingError(
             f"--master-port {port} was set", f"it lies outside {_PORTS[0]} to {_PORTS[1]}", "set a port in that range"
         )
-    if workers.timeout <= 0:
-        raise SettingError(f"--timeout {workers.timeout:g} was set", "it must be above 0 seconds", "set --timeout 600")
-    if workers.timeout > _MAX_TIMEOUT_S:
+    check_timeout("--timeout", workers.timeout)
+
+
+def check_timeout(flag: str, seconds: float) -> None:
+    """Refuse a time limit that no timer takes."""
+    if not 0 < seconds <= _MAX_TIMEOUT_S:
         raise SettingError(
-            f"--timeout {workers.timeout:g} was set",
-            f"it is more than {_MAX_TIMEOUT_S:g} seconds, a month",
-            "set --timeout 600, or whatever one worker may keep the others waiting",
+            f"{flag} {seconds:.15g} was set",
+            f"it must lie between 0 and {_MAX_TIMEOUT_S} seconds (30 days)",
+            f"set {flag} 600",
         )
 
 
 def at_least(flag: str, value: float | None, least: float) -> None:
-    """Refuse a setting below its least value."""
+    """Refuse a setting below its minimum."""
     if value is not None and value < least:
         raise SettingError(
             f"{flag} {value:g} was set", f"it must be at least {least:g}", f"set {flag} {least:g} or more"
@@ -175,21 +179,20 @@ def _device(config: TrainConfig, gpus: Sequence[Gpu]) -> tuple[str, str]:
 
 def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: Launched | None) -> None:
     if launched is not None and launched.gpus_on_node is not None:
-        num_visible = max(num_visible, launched.gpus_on_node)  # srun --gpus-per-task and --gpu-bind show each its own
+        num_visible = max(num_visible, launched.gpus_on_node)  # srun --gpu-bind shows each rank its own GPU only
     bound_one_each = launched is not None and launched.gpus_on_node is None and num_visible == 1
-    shared_on_purpose = config.workers.backend == "gloo"  # NCCL refuses two ranks on a GPU, Gloo takes them
+    shared_on_purpose = config.workers.backend == "gloo"  # NCCL refuses two ranks on a GPU, Gloo does not
     if per_node > num_visible and not bound_one_each and not shared_on_purpose:
         raise SettingError(
-            f"{counted(per_node, 'worker')} {'was' if per_node == 1 else 'were'} asked for on this node",
-            f"it shows {num_visible} GPU{'s' * (num_visible != 1)} and each worker needs its own",
-            _fewer_workers(num_visible, launched) + ", or --device cpu, or --backend gloo to let workers share a GPU",
+            f"{pluralize(per_node, 'worker')} {'was' if per_node == 1 else 'were'} asked for on this node",
+            f"it has {pluralize(num_visible, 'GPU')} and each worker needs its own",
+            (
+                f"start srun with --ntasks-per-node {num_visible}, or ask for more --gpus-per-node"
+                if launched is not None and launched.launcher == "slurm"
+                else f"set --num-gpus {num_visible}"
+            )
+            + ", or --device cpu, or --backend gloo to let workers share a GPU",
         )
-
-
-def _fewer_workers(num_gpus: int, launched: Launched | None) -> str:
-    if launched is not None and launched.launcher == "slurm":
-        return f"start srun with --ntasks-per-node {num_gpus}, or ask for more --gpus-per-node"
-    return f"set --num-gpus {num_gpus}"
 
 
 def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, launched: Launched | None) -> None:
@@ -202,12 +205,12 @@ def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, 
         )
     if device_type == "cpu":
         raise SettingError(
-            f"{asked} was set", "DataParallel splits a batch over GPUs and none is used", "set --strategy ddp"
+            f"{asked} was set", "DataParallel needs GPUs and the workers run on CPUs", "set --strategy ddp"
         )
     if num_nodes > 1 or (launched is not None and launched.world_size > 1):
         raise SettingError(
             f"{asked} was set for several processes",
-            "DataParallel is one process that drives the GPUs of one node",
+            "DataParallel is one process with the GPUs of one node",
             "set --strategy ddp, or start one process",
         )
 
@@ -227,30 +230,30 @@ def _backend(config: TrainConfig, device_type: str, world_size: int) -> tuple[st
 def _strategy(
     config: TrainConfig, world_size: int, per_node: int, devices_per_worker: int, origin: str
 ) -> tuple[str, Mesh, int, str]:
-    """The strategy, its mesh, what the axis shard cuts, and why."""
+    """The strategy, its mesh, its ZeRO stage, and why."""
     workers = config.workers
     if workers.mesh is not None:
         return _by_mesh(config, workers.mesh, world_size, origin)
     if workers.zero is not None:
         raise SettingError(
             f"--zero {workers.zero} was set without --mesh",
-            "it says what the axis shard of a mesh cuts",
+            "it is the ZeRO stage of a mesh",
             "set --strategy zero1, zero2 or fsdp, or --mesh shard=…",
         )
-    spec = SPECS.get(workers.strategy, SPECS[SINGLE if world_size == 1 else DDP])  # auto has none of its own
+    spec = SPECS.get(workers.strategy, SPECS[SINGLE if world_size == 1 else DDP])  # auto has no row
     if spec.axis is not None:
-        if world_size < spec.least_workers and not spec.replicates_nodes:  # which wants several nodes besides
+        if world_size < spec.least_workers and not spec.replicates_nodes:  # preset_mesh checks those
             raise SettingError(
                 f"--strategy {workers.strategy} was set",
-                f"there is one worker ({origin}) and it spreads a model over several",
+                f"it needs several workers and there is one ({origin})",
                 "set --num-gpus 2 or more, or --strategy single",
             )
         mesh = preset_mesh(spec, world_size, per_node)
         return spec.name, mesh, spec.zero, f"{spec.meaning}: {_lengths(mesh)}"
     if "servers" in spec.options:
-        if world_size == 1 and _may_become_one(config) and not workers.staleness:
-            at_least("--servers", workers.servers, 1)
-            return SINGLE, Mesh(), 0, "one worker for now, which keeps and steps by itself what servers would"
+        _check_servers(workers)
+        if world_size == 1 and config.resumed is not None and not workers.staleness:
+            return SINGLE, Mesh(), 0, "resumed on one worker, which needs no server"
         return spec.name, Mesh(replicate=world_size), 0, _server_reason(config, world_size, origin)
     reason = _plain_reason(config, spec, world_size, devices_per_worker)
     return spec.name, Mesh(replicate=world_size), 0, reason
@@ -266,43 +269,39 @@ def _by_mesh(config: TrainConfig, text: str, world_size: int, origin: str) -> tu
         raise SettingError(
             f"--strategy {workers.strategy} was set with --mesh {text}",
             "the axes of the mesh are the strategy",
-            "leave one of them out; --zero 1, 2 or 3 says what the axis shard cuts",
+            "leave one of them out; --zero 1, 2 or 3 sets the ZeRO stage",
         )
     axes = parse_mesh(text)
     mesh = mesh_of(axes, text, world_size, origin)
     if workers.zero is not None and (workers.zero not in (1, 2, 3) or "shard" not in axes):
-        why, instead = "it is 1, 2 or 3", "set --zero 1, 2 or 3 and an axis shard"
-        if workers.zero in (1, 2, 3):
-            why, instead = "the mesh has no axis shard, of which it says what that cuts", "leave --zero out"
+        why = "the mesh has no axis shard" if workers.zero in (1, 2, 3) else "the ZeRO stages are 1, 2 and 3"
+        instead = "set --zero 1, 2 or 3 and an axis shard, or leave it out"
         raise SettingError(f"--zero {workers.zero} was set with --mesh {text}", why, instead)
     if set(axes) == {"replicate"}:
-        return SINGLE if world_size == 1 else DDP, mesh, 0, f"copies of the model: {_lengths(mesh)}"
+        return SINGLE if world_size == 1 else DDP, mesh, 0, f"replicas of the model: {_lengths(mesh)}"
     zero = (workers.zero or 3) if "shard" in axes else 0
     reason = f"{_lengths(mesh)}, as set"
-    return MESH, mesh, zero, reason + (f"; shard cuts {CUTS[zero]}" if zero else "")
+    return MESH, mesh, zero, reason + (f"; sharded: {SHARDED[zero]}" if zero else "")
 
 
-def _may_become_one(config: TrainConfig) -> bool:
-    """Whether it is a run of several workers that has one now: it goes on."""
-    return config.resumed is not None
+def _check_servers(workers: Workers) -> None:
+    at_least("--servers", workers.servers, 1)
+    at_least("--staleness", workers.staleness, 0)
+    if workers.staleness > _MAX_STALENESS:
+        raise SettingError(
+            f"--staleness {workers.staleness} was set",
+            "a stop signal would take effect that many steps late",
+            f"set --staleness {_MAX_STALENESS} or less",
+        )
 
 
 def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
     servers, staleness = config.workers.servers, config.workers.staleness
-    at_least("--servers", servers, 1)
-    at_least("--staleness", staleness, 0)
-    if staleness > _MOST_STALE:
-        raise SettingError(
-            f"--staleness {staleness} was set",
-            "a stop signal, or a lost loss, would be heard as many steps late",
-            f"set --staleness {_MOST_STALE} or fewer",
-        )
     if world_size == 1:
-        why = f"there is one worker ({origin}) and it would send its gradients to itself"
-        if _may_become_one(config):
-            why = f"there is one worker ({origin}), whose gradients cannot be as old as --staleness {staleness} allows"
         raise SettingError(
-            f"--strategy {config.workers.strategy} was set", why, "set --num-gpus 2 or more, or --strategy single"
+            f"--strategy {config.workers.strategy} was set",
+            f"it needs several workers and there is one ({origin})",
+            f"set --num-gpus 2 or more, or --{'strategy single' if config.resumed is None else 'staleness 0'}",
         )
     if servers > world_size:
         raise SettingError(
@@ -310,13 +309,12 @@ def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
             f"servers are workers too and there are {world_size} ({origin})",
             f"set --servers {world_size} or fewer, or start more workers",
         )
-    which = "one of them, which steps" if servers == 1 else f"{servers} of them, which step a part of the weights each"
-    pace = f"at most {counted(staleness, 'step')} ahead of the slowest" if staleness else "synchronous"
+    which = "one of them, which steps" if servers == 1 else f"{servers} of them, which step a shard of the weights each"
+    pace = f"at most {pluralize(staleness, 'step')} ahead of the slowest" if staleness else "synchronous"
     return f"{world_size} workers send their gradients to {which}; {pace}"
 
 
 def _plain_reason(config: TrainConfig, spec: StrategySpec, world_size: int, devices_per_worker: int) -> str:
-    """Why every worker has the whole model."""
     is_asked = config.workers.strategy == spec.name
     if spec.name == SINGLE:
         if world_size > 1:
@@ -327,7 +325,7 @@ def _plain_reason(config: TrainConfig, spec: StrategySpec, world_size: int, devi
             )
         return "one worker, nothing to average"
     if spec.is_one_process:
-        return f"{spec.meaning} over {counted(devices_per_worker, 'GPU')}, as set; {DDP} is faster"
+        return f"{spec.meaning} over {pluralize(devices_per_worker, 'GPU')}, as set; {DDP} is faster"
     if spec.name != DDP:
         return spec.meaning
     if is_asked:

@@ -1,6 +1,6 @@
-"""How the workers are arranged: a mesh of named axes, its presets, and every check of the arithmetic.
+"""The device mesh: named axes, the presets of strategies, and the checks of their arithmetic.
 
-Ranks are counted with the last axis fastest, so that the axis with the most traffic, `tensor`, lies within a node.
+Ranks are row-major: the last axis, `tensor`, which has the most traffic, lies within a node.
 """
 
 from __future__ import annotations
@@ -10,23 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stormo.config.strategies import StrategySpec
-from stormo.errors import SettingError, counted, unknown_name
+from stormo.errors import SettingError, pluralize, unknown_name
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
-# What each axis does, in words for help and explanations.
-MEANINGS: dict[str, str] = {
-    "pipeline": "layers in stages, one after the other",
-    "replicate": "copies of the model, gradients averaged",
-    "shard": "weights, gradients and optimizer state cut into parts",
-    "tensor": "every large layer cut into parts that compute together",
-}
-# What --zero makes the axis shard cut.
-CUTS = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
+# What is sharded, by --zero.
+SHARDED = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """The lengths of the axes."""
+    """The sizes of the axes."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -35,26 +28,21 @@ class Mesh:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths in the order of `AXES`."""
+        """In the order of `AXES`."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def size(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return math.prod(self.sizes)
 
     @property
     def data_size(self) -> int:
-        """Parts of a batch: workers along pipeline and tensor take the same samples."""
+        """Data-parallel size: workers along pipeline and tensor take the same samples."""
         return self.replicate * self.shard
 
-    @property
-    def model_size(self) -> int:
-        """Workers that hold one copy of the model together."""
-        return self.pipeline * self.shard * self.tensor
-
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is on each axis."""
+        """The index of a rank on each axis."""
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
@@ -85,7 +73,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_of(axes: Mapping[str, int], text: str, world_size: int, origin: str) -> Mesh:
-    """The mesh of all workers from the axes that were set; their product must be the number of workers."""
+    """The mesh of all workers; the product of its axes must be the number of workers."""
     mesh = Mesh(**axes)
     if mesh.size == world_size:
         return mesh
@@ -93,13 +81,13 @@ def mesh_of(axes: Mapping[str, int], text: str, world_size: int, origin: str) ->
     made = f"{product} = {mesh.size}" if len(axes) > 1 else str(mesh.size)
     raise SettingError(
         f"--mesh {text} was set",
-        f"that is {made} and there {'is' if world_size == 1 else 'are'} {counted(world_size, 'worker')} ({origin})",
+        f"that is {made} and there {'is' if world_size == 1 else 'are'} {pluralize(world_size, 'worker')} ({origin})",
         _nearest(axes, mesh, world_size),
     )
 
 
 def _nearest(axes: Mapping[str, int], mesh: Mesh, world_size: int) -> str:
-    start = f"start {counted(mesh.size, 'worker')}"
+    start = f"start {pluralize(mesh.size, 'worker')}"
     for axis in ("replicate", "shard", *axes):
         others = mesh.size // getattr(mesh, axis)
         if world_size % others == 0 and world_size // others >= 1:
@@ -110,17 +98,17 @@ def _nearest(axes: Mapping[str, int], mesh: Mesh, world_size: int) -> str:
 
 
 def preset_mesh(spec: StrategySpec, world_size: int, workers_per_node: int) -> Mesh:
-    """The mesh of a strategy that was named."""
+    """The mesh of a strategy with an axis."""
     assert spec.axis is not None
     if spec.replicates_nodes:
         if world_size % workers_per_node or world_size == workers_per_node:
-            why = f"there is one node, of {counted(workers_per_node, 'worker')}"
+            why = f"there is one node, of {pluralize(workers_per_node, 'worker')}"
             if world_size % workers_per_node:
                 why = f"{world_size} workers do not divide into nodes of {workers_per_node}"
             raise SettingError(
                 f"--strategy {spec.name} was set",
-                f"it shards within a node and copies between nodes, and {why}",
-                "set --strategy fsdp, or say the shape with --mesh replicate=…,shard=…",
+                f"it shards within a node and replicates between nodes, and {why}",
+                "set --strategy fsdp, or --mesh replicate=…,shard=…",
             )
         return Mesh(replicate=world_size // workers_per_node, **{spec.axis: workers_per_node})
     return Mesh(**{spec.axis: world_size})

@@ -30,12 +30,11 @@ def option(
 
 
 class NodeRange(int):
-    """How many nodes a job that is submitted may get: as a number the most, as text `least:most`."""
+    """The nodes that a submitted job may get: as a number the maximum, as text `least:most`."""
 
     least: int
 
-    def __new__(cls, least: int, most: int) -> NodeRange:
-        """Both at least 1."""
+    def __new__(cls, least: int, most: int) -> NodeRange:  # noqa: D102
         made = super().__new__(cls, most)
         made.least = least
         return made
@@ -49,8 +48,8 @@ class NodeRange(int):
     __str__ = __repr__
 
 
-def least_nodes(num_nodes: int) -> int:
-    """How many nodes must take part at least."""
+def min_nodes(num_nodes: int) -> int:
+    """The nodes a job needs at least."""
     return num_nodes.least if isinstance(num_nodes, NodeRange) else num_nodes
 
 
@@ -60,39 +59,39 @@ class Workers:
 
     num_gpus: int | None = option(None, "workers on this node: GPUs, or processes on a machine without; default all")
     num_nodes: int | NodeRange = option(
-        1, "nodes that take part; start the same command on each; stormo submit also takes 1:4", metavar="N"
+        1, "nodes of the job; start the same command on each; stormo submit also takes 1:4", metavar="N"
     )
-    max_restarts: int = option(0, "how often all workers start again from the last checkpoint after a failure")
+    max_restarts: int = option(0, "restarts of all workers from the last checkpoint after a failure")
     launcher: Literal["auto", "ssh"] = option(
         "auto",
-        "start the workers of all --hosts from here, over ssh; auto is for this node alone",
-        dropped={"mpi": "type mpirun yourself, whose ranks join by themselves: mpirun -n 8 stormo train"},
+        "ssh starts the workers of all --hosts from here; auto starts those of this node",
+        dropped={"mpi": "start it with mpirun: mpirun -n 8 stormo train"},
     )
     hosts: str | None = option(None, "with --launcher: node1,node2 or node[1-4]", metavar="NAMES")
-    hostfile: str | None = option(None, "with --launcher: a file of hosts, as mpirun reads it", metavar="FILE")
-    print_commands: bool = option(False, "with --launcher: print what it would start, then stop")
-    node_id: int = option(0, "which of the nodes this one is, from 0")
+    hostfile: str | None = option(None, "with --launcher: a hostfile in mpirun's format", metavar="FILE")
+    print_commands: bool = option(False, "with --launcher: print the commands without starting them")
+    node_id: int = option(0, "index of this node, from 0")
     master_addr: str = option("localhost", "address of node 0")
-    master_port: int | None = option(None, "port on node 0, 1024 to 49151; default 29500, or any free one on one node")
+    master_port: int | None = option(None, "port on node 0, 1024 to 49151; default 29500, or a free one for one node")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the workers")
     backend: Literal["auto", "nccl", "gloo"] = option("auto", "communication library")
-    timeout: float = option(600.0, "seconds that a worker waits for the others before it gives up")
+    timeout: float = option(600.0, "seconds a worker waits for the others before it fails")
     strategy: StrategyName = option(
-        "auto", "how the model is spread over the workers, see docs/strategies.md", metavar="NAME"
+        "auto", "how the model is distributed over the workers, see docs/strategies.md", metavar="NAME"
     )
-    servers: int = option(1, "with --strategy server: workers that also keep a part of the weights each, and step it")
-    staleness: int = option(0, "with --strategy server: steps that a worker may be ahead of the slowest")
+    servers: int = option(1, "with --strategy server: workers that also hold and step a shard of the weights")
+    staleness: int = option(0, "with --strategy server: steps a worker may be ahead of the slowest")
     compress: Literal["none", "bf16", "fp16", "powersgd"] = option(
-        "none", "how gradients travel between copies of the model, for slow networks; see docs/compression.md"
+        "none", "compression of the gradients that replicas exchange, for slow networks; see docs/compression.md"
     )
-    compress_rank: int = option(4, "with --compress powersgd: rank of the matrices that travel", metavar="R")
+    compress_rank: int = option(4, "with --compress powersgd: rank of the matrices that are sent", metavar="R")
     mesh: str | None = option(
         None,
         "workers along the axes pipeline, replicate, shard, tensor, such as replicate=2,shard=4; instead of --strategy",
         metavar="AXES",
     )
     zero: int | None = option(
-        None, "what the axis shard of a --mesh cuts: 1 optimizer state, 2 gradients too, 3 weights too (default)"
+        None, "what the axis shard of a --mesh shards: 1 optimizer state, 2 gradients too, 3 weights too (default)"
     )
 
 
@@ -100,25 +99,27 @@ class Workers:
 class Batch:
     """Batch: how many samples go into one optimizer step."""
 
-    batch_size: int | Literal["auto"] = option(32, "samples of one worker in one pass; auto finds the most that fit")
-    global_batch_size: int | None = option(None, "samples of all workers in one step, instead of --batch-size")
-    accumulate: int = option(1, "passes whose gradients are summed before a step")
+    batch_size: int | Literal["auto"] = option(
+        32, "samples per worker in one micro-batch; auto finds the most that fit"
+    )
+    global_batch_size: int | None = option(None, "samples of all workers in one step; replaces --batch-size")
+    accumulate: int = option(1, "micro-batches whose gradients are summed before a step")
     ghost_batch_size: int | None = option(
-        None, "samples whose batch-norm statistics are taken together; default all of a worker's pass"
+        None, "samples that share batch-norm statistics; default a worker's whole micro-batch"
     )
     grow_batch: str | None = option(
         None,
-        "grow the global batch instead of lowering the rate; 30:2x,60:2x doubles it after 30 epochs and after 60",
+        "grow the global batch instead of lowering the learning rate; 30:2x,60:2x doubles it after 30 and 60 epochs",
         metavar="PLAN",
     )
     max_batch_size: int | None = option(
-        None, "most samples of one worker in one pass of a batch that has grown; default as at the start"
+        None, "largest micro-batch of one worker once the batch has grown; default as at the start"
     )
     on_resize: Literal["keep", "scale"] = option(
-        "keep", "where the number of workers changes: keep the global batch, or scale batch and rate with the workers"
+        "keep", "on resume with other workers: keep the global batch, or scale batch and learning rate with the workers"
     )
     epoch_samples: int | None = option(
-        None, "samples that make an epoch, for a stream whose length is not known; it goes on from epoch to epoch"
+        None, "samples of an epoch, for a stream of unknown length; each epoch continues where the last one ended"
     )
 
 
@@ -126,12 +127,12 @@ class Batch:
 class Optimizer:
     """Optimizer: how the weights move."""
 
-    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd"] = option("sgd", "the rule of a step")
+    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd"] = option("sgd", "the update rule")
     base_lr: float = option(0.01, "learning rate for one worker, or for --base-batch-size")
     base_batch_size: int | None = option(
         None, "global batch for which --base-lr is right; default one worker's, or a --global-batch-size as set"
     )
-    lr_rule: Literal["linear", "sqrt", "none"] = option("linear", "how the rate follows a batch that grew")
+    lr_rule: Literal["linear", "sqrt", "none"] = option("linear", "how the learning rate follows the batch size")
     momentum: float = option(0.9, "momentum of sgd, lars, larc; first beta of adamw, lamb, novograd")
     beta2: float | None = option(
         None, "second beta of adamw (default 0.999), lamb (default 0.999), novograd (default 0.98)"
@@ -139,46 +140,43 @@ class Optimizer:
     eps: float | None = option(
         None, "added to the denominator of adamw (default 1e-08), lamb (default 1e-06), novograd (default 1e-08)"
     )
-    trust_coefficient: float | None = option(None, "of the rates of lars and larc for each layer (default 0.001)")
-    grad_averaging: bool = option(False, "novograd's momentum as a mean, not a sum")
-    nesterov: bool = option(False, "Nesterov's momentum")
+    trust_coefficient: float | None = option(None, "scales the layers' learning rates of lars and larc (default 0.001)")
+    grad_averaging: bool = option(False, "novograd: momentum as a mean instead of a sum")
+    nesterov: bool = option(False, "Nesterov momentum")
     weight_decay: float = option(0.0, "weight decay; never on biases and norms")
     warmup_epochs: float = option(5.0, "epochs of linear warm-up, iteration by iteration")
     warmup_from: float | None = option(
-        None, "fraction of the rate warm-up starts from; default 1 / workers (1 for a global batch)"
+        None, "fraction of the learning rate that warm-up starts from; default 1 / workers (1 for a global batch)"
     )
-    decay: Literal["none", "cosine", "linear", "step"] = option("none", "how the rate falls after warm-up")
+    decay: Literal["none", "cosine", "linear", "step"] = option("none", "how the learning rate falls after warm-up")
     decay_every: float = option(10.0, "epochs between the steps of --decay step")
     decay_factor: float = option(0.1, "factor of each step of --decay step")
     clip_norm: float | None = option(None, "clip the gradient to this norm")
     gradient_noise_batch: int | None = option(
-        None, "give the gradient the noise of a batch as small as this, by a random factor for each sample"
+        None, "give the gradient the noise of a batch this small, by a random factor for each sample"
     )
     gradient_noise: float | None = option(
-        None, "add normal noise to the gradient, of this variance at first; it fades as steps are done"
+        None, "add Gaussian noise of this variance to the gradient; it decays with the steps"
     )
     gradient_noise_decay: float = option(
-        0.55, "how fast that noise fades: the power of 1 + step that its variance is divided by"
+        0.55, "decay of that noise: its variance is divided by (1 + step) to this power"
     )
-    noise_scale: bool | None = option(
-        None, "measure the gradient noise scale, the batch beyond which more workers stop paying"
-    )
-
+    noise_scale: bool | None = option(None, "measure the gradient noise scale: batches beyond it bring little")
     average_every: str | None = option(
-        None, "with --strategy local: steps (16) or epochs (0.5ep) between two averagings of the weights"
+        None, "with --strategy local: steps (16) or epochs (0.5ep) between averagings of the weights"
     )
-    outer_lr: float = option(1.0, "with --strategy local: how much of their mean change the weights take")
-    outer_momentum: float = option(0.0, "with --strategy local: Nesterov's momentum of these changes")
+    outer_lr: float = option(1.0, "with --strategy local: learning rate of the outer step")
+    outer_momentum: float = option(0.0, "with --strategy local: Nesterov momentum of the outer step")
 
-    def of_its_own(self) -> dict[str, float]:
-        """What this optimizer takes beside rate, momentum and decay, as set or by default."""
+    def specific_options(self) -> dict[str, float]:
+        """The options that not every optimizer has, as set or by default."""
         return {
             name: default if getattr(self, name) is None else getattr(self, name)
             for name, default in OPTIMIZER_DEFAULTS[self.optimizer].items()
         }
 
 
-# What each optimizer takes of the settings that not all of them know, and the default of its paper.
+# The options that only some optimizers have, each with the default of its paper.
 OPTIMIZER_DEFAULTS: dict[str, dict[str, float]] = {
     "sgd": {},
     "adamw": {"beta2": 0.999, "eps": 1e-8},
@@ -199,27 +197,25 @@ class Speed:
     compile: bool | None = option(None, "torch.compile")
     graph: bool | None = option(None, "replay a step as a CUDA graph")
     channels_last: bool | None = option(None, "channels-last memory layout for images")
-    autotune: bool | None = option(None, "let cuDNN time its convolutions before it chooses")
+    autotune: bool | None = option(None, "let cuDNN time its convolutions and choose the fastest")
     loader: Literal["auto", "resident", "streamed"] = option(
-        "auto", "data set kept on the device, or streamed by worker processes"
+        "auto", "keep the data set on the device, or stream it with loader processes"
     )
-    loader_workers: int | None = option(None, "processes that load data, for each worker")
-    validation_batch_size: int = option(256, "samples in one pass of the validation")
+    loader_workers: int | None = option(None, "loader processes per worker")
+    validation_batch_size: int = option(256, "samples per validation batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Sharding: how a model that does not fit one device is spread."""
+    """Sharding: how a model that does not fit one device is distributed."""
 
-    checkpoint_activations: bool = option(False, "forget the activations of each block, compute them again in backward")
-    offload: bool = option(False, "keep weights and optimizer state of the axis shard in host memory between steps")
+    checkpoint_activations: bool = option(False, "recompute the activations of each block in backward")
+    offload: bool = option(False, "keep sharded weights and optimizer state in host memory between steps")
     shard_modules: str | None = option(
-        None, "modules that are sharded as one unit each, by name or class; default: repeated blocks", metavar="NAMES"
+        None, "modules that are sharded as one unit, by name or class; default: repeated blocks", metavar="NAMES"
     )
     schedule: Schedule = option("1f1b", "order of the micro-batches in a pipeline")
-    micro_batches: int | None = option(
-        None, "parts of a pass that follow one another in a pipeline; default at most 4 a worker"
-    )
+    micro_batches: int | None = option(None, "micro-batches of a pipeline; default at most 4 per worker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,66 +227,66 @@ class Stop:
     target_loss: float | None = option(None, "stop once the validation loss is held at or below this")
     patience: int = option(2, "epochs in a row that must reach the target")
     on_divergence: Literal["stop", "rollback", "ignore"] = option(
-        "stop", "on divergence: stop, or go back to the last good checkpoint with a lower learning rate"
+        "stop", "on divergence: stop, or roll back to the last good checkpoint with a lower learning rate"
     )
-    rollback_factor: float = option(0.5, "factor of the rate at each rollback")
+    rollback_factor: float = option(0.5, "factor of the learning rate at each rollback")
     max_rollbacks: int = option(3, "rollbacks of a run before it stops")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Run: what it leaves behind, and how it goes on."""
+    """Run: its folder, checkpoints and seed."""
 
     run_name: str | None = option(None, "name of the run's folder; default task and time")
     runs_folder: str = option("runs", "folder of all runs")
     resume: str | None = option(
         None,
-        "go on with a run (default: --run-name, or the newest) or a checkpoint",
+        "resume a run (default: --run-name, or the newest) or a checkpoint",
         metavar="RUN",
         optional_value=True,
     )
     checkpoint_every: str = option("1ep", "steps (500) or epochs (1ep, 0.25ep) between checkpoints; 0 for none")
     keep_checkpoints: int = option(2, "checkpoints kept, besides the best")
-    async_checkpoint: bool = option(False, "write checkpoints in the background while training goes on")
+    async_checkpoint: bool = option(False, "write checkpoints in the background")
     seed: int = option(0, "seed of everything that is random")
     deterministic: bool = option(False, "the same bits every time, at some speed")
     tensorboard: bool = option(True, "write TensorBoard event files")
-    prometheus: int | None = option(None, "show the run to Prometheus at this port while it goes on", metavar="PORT")
-    prometheus_host: str = option("127.0.0.1", "address to listen on for Prometheus", metavar="HOST")
+    prometheus: int | None = option(None, "serve metrics for Prometheus at this port", metavar="PORT")
+    prometheus_host: str = option("127.0.0.1", "address to serve Prometheus on", metavar="HOST")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """Energy: what the run draws, and what that means."""
+    """Energy: what the run uses and costs."""
 
     energy: bool = option(True, "measure the energy and the state of every node")
-    grid_intensity: float | None = option(None, "grams of CO2e for each kWh of your grid; gives the run's")
-    energy_price: float | None = option(None, "price of a kWh; gives the run's cost")
-    currency: str = option("EUR", "of that price")
+    grid_intensity: float | None = option(None, "grams of CO2e per kWh of your grid, for the emissions of the run")
+    energy_price: float | None = option(None, "price of a kWh, for the cost of the run")
+    currency: str = option("EUR", "currency of that price")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Command: what this one call does; not part of the run."""
+    """Command: what this call does; not stored with the run."""
 
     config: str | None = option(None, "read settings from a TOML file; flags win over it", metavar="FILE.toml")
     dry_run: bool = option(False, "print every effective value with its arithmetic, then stop")
     plot_schedule: str | None = option(
         None,
-        "with --dry-run: draw the rate of every step, here or into FILE.png, .svg or .csv",
+        "with --dry-run: draw the learning rate of every step, here or into FILE.png, .svg or .csv",
         metavar="FILE",
         optional_value=True,
     )
     preflight: bool = option(
-        False, "measure every device and every link of the job for a few seconds first, and name a bad one"
+        False, "first measure every device and link of the job for a few seconds, and report bad ones"
     )
     stage: str | None = option(
         None,
-        "copy the data to this folder of every node first and read it there; default $SLURM_TMPDIR, $TMPDIR or /tmp",
+        "first copy the data to this folder on every node; default $SLURM_TMPDIR, $TMPDIR or /tmp",
         metavar="FOLDER",
         optional_value=True,
     )
-    keep_staged: bool = option(False, "leave that copy for later runs on the node")
+    keep_staged: bool = option(False, "keep that copy for later runs on the node")
     profile: str | None = option(
         None,
         "record steps with torch's profiler: 10:20 for steps 10 to 19, 10 for ten steps; nvtx marks ranges for Nsight",
@@ -299,22 +295,22 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Effective:
-    """What a run was found to mean by its settings; a resume goes on with it, however many workers there are then."""
+class ResolvedBatch:
+    """Batch size and learning rate of a run as it started; a resume uses them whatever the number of workers."""
 
     global_batch_size: int
     learning_rate: float
     warmup_start: float
-    data_sha256: str | None = None  # of what it was trained on, where the task knows it
-    num_workers: int | None = None  # that shared the batch at the start; unknown of runs before it was noted
-    batch_per_pass: int | None = None  # the most samples of one worker in one pass at the start
-    batch_per_worker: int | None = None  # for which the base rate is, where the global batch rests on it
-    own_rate_factor: float | None = None  # of the rates of a task's own optimizer, which replace the base rate
+    data_sha256: str | None = None  # of the data, where the task knows it
+    num_workers: int | None = None  # that shared the batch at the start; None in runs of old versions
+    batch_per_pass: int | None = None  # stored name of the largest micro-batch of one worker at the start
+    batch_per_worker: int | None = None  # samples for which --base-lr holds
+    own_rate_factor: float | None = None  # of the learning rates of a task's optimizer, which replace --base-lr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A setting that a run goes on with in place of the one it had."""
+    """A setting that differs from the one of the resumed run."""
 
     key: str
     before: Any
@@ -345,15 +341,15 @@ class TrainConfig:
     energy: Energy = field(default_factory=Energy)
     command: Command = field(default_factory=Command)
     given: frozenset[str] = frozenset()  # field names the user set, by flag or file
-    resumed: Effective | None = None  # of the run that goes on
-    changed: tuple[Change, ...] = ()  # what that run is told otherwise now, as far as it changes the result
-    auto_batch_size: int = 32  # samples per worker on which batch and rate rest under --batch-size auto
+    resumed: ResolvedBatch | None = None  # of the resumed run
+    changed: tuple[Change, ...] = ()  # settings that differ from the resumed run and change the result
+    auto_batch_size: int = 32  # samples per worker from which --batch-size auto derives batch and learning rate
 
 
-# Of the workers, what only the process knows that the user has typed; no part of the run.
-OF_ONE_CALL = ("launcher", "hosts", "hostfile", "print_commands")
-EFFECTIVE = "effective"  # the section of a run's config.toml that holds its `Effective`
-OF_OTHER_VERBS = ("slurm",)  # sections of a TOML file that `train` leaves to `submit`
+# Settings of the workers that only the process that the user started needs; not stored with the run.
+CALL_ONLY = ("launcher", "hosts", "hostfile", "print_commands")
+EFFECTIVE = "effective"  # the section of a run's config.toml that holds its `ResolvedBatch`
+OTHER_SECTIONS = ("slurm",)  # sections of a TOML file that only `submit` reads
 SECTIONS: dict[str, type[Any]] = {
     "workers": Workers,
     "batch": Batch,

@@ -1,6 +1,6 @@
-"""The strategies: one row each, with all that settings, plan, forecast and launcher must know of one.
+"""The table of strategies: what settings, plan, forecast and launcher must know of each.
 
-What a strategy computes is in its own file of `stormo/parallel`; `stormo/parallel/table.py` says in which.
+The classes are in `stormo/parallel`; `stormo/parallel/table.py` maps names to them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ StrategyName = Literal[
     "pipeline",
     "naive",
 ]
-SINGLE, DDP, MESH = "single", "ddp", "mesh"  # what the plan chooses by itself: one device, copies, the axes of --mesh
+SINGLE, DDP, MESH = "single", "ddp", "mesh"  # what `auto` and --mesh resolve to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,17 +34,17 @@ class StrategySpec:
 
     name: str
     meaning: str
-    axis: str | None = None  # of the mesh, which takes all workers; None: every worker has the whole model
-    zero: int = 0  # ZeRO stage: what the axis shard cuts
-    replicates_nodes: bool = False  # the axis shard ends at the node, and nodes are copies
+    axis: str | None = None  # the mesh axis of all workers; None: every worker has the whole model
+    zero: int = 0  # ZeRO stage of the axis shard
+    replicates_nodes: bool = False  # shards within a node, replicas between nodes
     cuts_classifier: bool = False  # the axis tensor cuts the classifier alone, and workers take different samples
-    schedule: str | None = None  # the only one it has, with one micro-batch
-    options: tuple[str, ...] = ()  # settings that no other strategy has
+    schedule: str | None = None  # its only pipeline schedule, with one micro-batch
+    options: tuple[str, ...] = ()  # settings of this strategy alone
     least_workers: int = 1
-    is_one_process: bool = False  # one process drives all GPUs of its node
+    is_one_process: bool = False  # one process uses all GPUs of its node
     is_sharded: bool = False  # a worker may hold less than the whole model
     sharded_checkpoint: bool = False  # every worker writes its own file of a checkpoint, so all must see the run folder
-    local_updates: bool = False  # workers step by themselves, and their weights are averaged now and then
+    local_updates: bool = False  # workers step with their own gradients; their weights are averaged periodically
     averages_gradients: bool = True  # in buckets, during backward
     takes_compression: bool = False
     takes_fp16: bool = True
@@ -58,12 +58,12 @@ class StrategySpec:
 
     @property
     def is_kept_on_resume(self) -> bool:
-        """A run resumes with it unless another one is named; copies of the model are chosen anew."""
+        """Whether a run resumes with it unless the user sets another one; replicas are chosen anew."""
         return self.is_sharded or bool(self.options)
 
 
 def _sharded(name: str, axis: str | None, meaning: str, **fields: object) -> StrategySpec:
-    reason = "a model that is spread has no gradient of one worker's samples to compare"
+    reason = "no worker of a sharded model has the whole gradient of its samples to compare"
     made = {"is_sharded": True, "sharded_checkpoint": True, "no_noise_scale": reason, **fields}
     return StrategySpec(name=name, axis=axis, meaning=meaning, **made)  # type: ignore[arg-type]
 
@@ -74,15 +74,15 @@ SPECS: dict[str, StrategySpec] = {
     for row in (
         StrategySpec(name=SINGLE, meaning="one device", takes_compression=True, takes_cuda_graph=True),
         StrategySpec(name="dp", meaning="DataParallel, threads of one process", is_one_process=True),
-        StrategySpec(name=DDP, meaning="copies of the model, gradients averaged", takes_compression=True),
+        StrategySpec(name=DDP, meaning="replicas of the model, gradients averaged", takes_compression=True),
         StrategySpec(
             name="local",
-            meaning="every worker steps by itself, with the gradient of its own samples",
+            meaning="every worker steps with the gradient of its own samples",
             options=("average_every", "outer_lr", "outer_momentum"),
             sharded_checkpoint=True,
             local_updates=True,
             averages_gradients=False,
-            no_noise_scale="workers that step by themselves never bring their gradients together",
+            no_noise_scale="its workers never exchange their gradients",
         ),
         StrategySpec(
             name="server",
@@ -92,24 +92,24 @@ SPECS: dict[str, StrategySpec] = {
             sharded_checkpoint=True,
             averages_gradients=False,
             takes_fp16=False,
-            no_noise_scale="gradients are brought together by servers, each of which sees its own part of them alone",
+            no_noise_scale="each server sees only its shard of the gradients",
         ),
-        _sharded("zero1", "shard", "optimizer state cut into parts", zero=1),
-        _sharded("zero2", "shard", "optimizer state and gradients cut into parts", zero=2),
-        _sharded("fsdp", "shard", "weights, gradients and optimizer state cut into parts", zero=3),
+        _sharded("zero1", "shard", "optimizer state sharded", zero=1),
+        _sharded("zero2", "shard", "optimizer state and gradients sharded", zero=2),
+        _sharded("fsdp", "shard", "weights, gradients and optimizer state sharded", zero=3),
         _sharded(
             "hsdp",
             "shard",
-            "shards within a node, copies between nodes",
+            "shards within a node, replicas between nodes",
             zero=3,
             replicates_nodes=True,
             least_workers=2,
         ),
-        _sharded("tensor", "tensor", "every large layer cut into parts that compute together", least_workers=2),
+        _sharded("tensor", "tensor", "every large layer split over the workers", least_workers=2),
         _sharded(
             "hybrid",
             "tensor",
-            "copies of all layers but the classifier, which is cut into parts",
+            "replicas of all layers except the classifier, which is split",
             cuts_classifier=True,
             least_workers=2,
         ),
@@ -118,11 +118,10 @@ SPECS: dict[str, StrategySpec] = {
         _sharded(MESH, None, "the axes of --mesh"),
     )
 }
-PRESETS = {name: row.axis for name, row in SPECS.items() if row.axis is not None}
 
 
 def names(holds: Callable[[StrategySpec], object]) -> frozenset[str]:
-    """The strategies for whose rows this holds."""
+    """The strategies whose row fulfils a condition."""
     return frozenset(name for name, row in SPECS.items() if holds(row))
 
 

@@ -1,6 +1,6 @@
 """What a batch may be: tensors in nested dicts, lists, tuples and dataclasses; moved, counted, cut and put together.
 
-A place in a batch is written as Python would reach it (`batch['graph'][0]`), for errors that name it.
+The path of a part of a batch is written as Python would reach it (`batch['graph'][0]`), for errors that name it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 
 Collate = Callable[[list[Any]], Any]
 
@@ -33,8 +33,8 @@ def tensors_in(data: Any) -> Iterator[Tensor]:
         yield from tensors_in(part)
 
 
-def move(data: Any, device: torch.device, place: str = _ROOT) -> Any:
-    """The same batch on the device; what cannot be moved is refused by its place."""
+def move(data: Any, device: torch.device, path: str = _ROOT) -> Any:
+    """The same batch on the device; what cannot be moved is refused by its path."""
     if isinstance(data, Tensor):
         return data.to(device, non_blocking=True)
     if isinstance(data, numpy.ndarray) and data.dtype.kind in "biufc":
@@ -45,14 +45,14 @@ def move(data: Any, device: torch.device, place: str = _ROOT) -> Any:
     if _moves_itself(data):
         moved = data.to(device)
         return data if moved is None else moved
-    parts = _parts(data, place)
+    parts = _parts(data, path)
     if parts is None:
         raise SettingError(
-            f"{place} is {_described(data)}",
+            f"{path} is {_described(data)}",
             f"only tensors can be moved to {device}, also those in dicts, lists, tuples and dataclasses",
             "give that type a method to(device), return tensors from the data set, or write collate() in the task",
         )
-    return _rebuilt(data, [move(part, device, where) for where, part in parts], place)
+    return _rebuilt(data, [move(part, device, where) for where, part in parts], path)
 
 
 def are_same(first: Any, second: Any) -> bool:
@@ -66,7 +66,7 @@ def are_same(first: Any, second: Any) -> bool:
     ours, theirs = _parts(first, _ROOT), _parts(second, _ROOT)
     if ours is None or theirs is None:
         return (first == second) is True
-    return [place for place, _ in ours] == [place for place, _ in theirs] and all(
+    return [path for path, _ in ours] == [path for path, _ in theirs] and all(
         are_same(one, other) for (_, one), (_, other) in zip(ours, theirs, strict=True)
     )
 
@@ -104,12 +104,12 @@ def samples_first(batch: Any, dim: int, *, undo: bool = False) -> Any:
     if dim == 0 or isinstance(batch, _PLAIN):
         return batch
     if isinstance(batch, Tensor | numpy.ndarray):
-        places = (0, dim) if undo else (dim, 0)
+        dims = (0, dim) if undo else (dim, 0)
         if batch.ndim <= dim:
             return batch
         if not isinstance(batch, Tensor):
-            return numpy.moveaxis(batch, *places)
-        moved = batch.movedim(*places)
+            return numpy.moveaxis(batch, *dims)
+        moved = batch.movedim(*dims)
         return moved.contiguous() if undo else moved  # a script may want views of it
     parts = _parts(batch, _ROOT)
     return (
@@ -118,7 +118,7 @@ def samples_first(batch: Any, dim: int, *, undo: bool = False) -> Any:
 
 
 def repeat_rows(batch: Any, num_rows: int) -> Any:
-    """The rows of a batch over and over until there are so many, in memory of their own."""
+    """The rows of a batch, repeated until there are so many, copied."""
     _check_rows(batch)
     length = batch_length(batch)
     return _cut(batch, [row % length for row in range(num_rows)], _ROOT)
@@ -133,11 +133,11 @@ def rotated(batch: Any, start: int) -> Any:
 
 def _check_rows(batch: Any) -> None:
     lengths = list(_lengths(batch, _ROOT))
-    for place, length in lengths[1:]:
+    for path, length in lengths[1:]:
         if length != lengths[0][1]:
             raise SettingError(
-                f"{lengths[0][0]} has {counted(lengths[0][1], 'row')}",
-                f"{place} has {length}, so that it is not clear which rows are one sample",
+                f"{lengths[0][0]} has {pluralize(lengths[0][1], 'row')}",
+                f"{path} has {length}, so that it is not clear which rows are one sample",
                 "let the first dimension of everything in a batch be the samples",
             )
 
@@ -157,20 +157,20 @@ def collate(samples: list[Any]) -> Any:
         ) from error
 
 
-def _parts(data: Any, place: str) -> list[tuple[str, Any]] | None:
-    """Place and value of each part of a container; None for anything else."""
+def _parts(data: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Path and value of each part of a container; None for anything else."""
     if isinstance(data, Mapping):
-        return [(f"{place}[{key!r}]", value) for key, value in data.items()]
+        return [(f"{path}[{key!r}]", value) for key, value in data.items()]
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return [(f"{place}.{name}", value) for name, value in zip(data._fields, data, strict=True)]
+        return [(f"{path}.{name}", value) for name, value in zip(data._fields, data, strict=True)]
     if isinstance(data, list | tuple):
-        return [(f"{place}[{index}]", value) for index, value in enumerate(data)]
+        return [(f"{path}[{index}]", value) for index, value in enumerate(data)]
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return [(f"{place}.{field.name}", getattr(data, field.name)) for field in dataclasses.fields(data)]
+        return [(f"{path}.{field.name}", getattr(data, field.name)) for field in dataclasses.fields(data)]
     return None
 
 
-def _rebuilt(data: Any, values: list[Any], place: str) -> Any:
+def _rebuilt(data: Any, values: list[Any], path: str) -> Any:
     """A container of the same type with other values."""
     try:
         if isinstance(data, Mapping):
@@ -186,8 +186,8 @@ def _rebuilt(data: Any, values: list[Any], place: str) -> Any:
         return made
     except TypeError as error:
         raise SettingError(
-            f"{place} is {_described(data)}",
-            f"it cannot be made anew from its parts ({error})",
+            f"{path} is {_described(data)}",
+            f"it cannot be rebuilt from its parts ({error})",
             "give that type a method to(device), or return a plain dict, list or tuple",
         ) from error
 
@@ -202,17 +202,17 @@ def _mapping(data: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
         return pairs
 
 
-def _lengths(data: Any, place: str) -> Iterator[tuple[str, int]]:
-    """Place and number of rows of everything that has rows."""
+def _lengths(data: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Path and number of rows of everything that has rows."""
     if isinstance(data, Tensor | numpy.ndarray):
         if data.ndim:
-            yield place, int(data.shape[0])
+            yield path, int(data.shape[0])
     elif isinstance(data, torch.nn.utils.rnn.PackedSequence):
-        yield place, int(data.batch_sizes[0])
+        yield path, int(data.batch_sizes[0])
     elif _is_column(data):
-        yield place, len(data)
+        yield path, len(data)
     else:
-        for where, part in _parts(data, place) or ():
+        for where, part in _parts(data, path) or ():
             yield from _lengths(part, where)
 
 
@@ -224,25 +224,25 @@ def _is_column(data: Any) -> bool:
     return bool(data) and all(isinstance(value, kinds) for value in data)
 
 
-def _cut(data: Any, rows: slice | list[int], place: str) -> Any:
+def _cut(data: Any, rows: slice | list[int], path: str) -> Any:
     if isinstance(data, Tensor | numpy.ndarray):
         return data[rows] if data.ndim else data
     if isinstance(data, _PLAIN):
         return data
     if _is_column(data):
         return data[rows] if isinstance(rows, slice) else type(data)(data[row] for row in rows)
-    parts = None if isinstance(data, torch.nn.utils.rnn.PackedSequence) else _parts(data, place)
+    parts = None if isinstance(data, torch.nn.utils.rnn.PackedSequence) else _parts(data, path)
     if parts is None:
         raise SettingError(
-            f"{place} is {_described(data)}",
+            f"{path} is {_described(data)}",
             "it has no rows that could be cut",
             "return tensors, or dicts, lists, tuples or dataclasses of them",
         )
-    return _rebuilt(data, [_cut(part, rows, where) for where, part in parts], place)
+    return _rebuilt(data, [_cut(part, rows, where) for where, part in parts], path)
 
 
 def _described(data: Any) -> str:
-    """A value's type and shape, in a few words."""
+    """A value's type and shape."""
     if isinstance(data, Tensor | numpy.ndarray):
         kind = "a tensor" if isinstance(data, Tensor) else f"an array of {data.dtype}"
         return f"{kind} of shape {list(data.shape)}"

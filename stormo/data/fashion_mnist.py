@@ -1,8 +1,7 @@
 """Finds, fetches, verifies and reads Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, arXiv:1708.07747).
 
-Check sums are of the uncompressed content, since the copies in circulation are compressed differently. A marker
-remembers what was verified, so that later starts only compare sizes and times. A file appears under its name only when
-it is complete, verified and on disk, so a killed or a concurrent fetch does no harm.
+Checksums are of the uncompressed content, since the copies in circulation are compressed differently. A file appears
+under its name only when it is complete, verified and on disk, so a killed or a concurrent fetch does no harm.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import fcntl
 import gzip
 import hashlib
 import http.client
-import json
 import math
 import os
 import shutil
@@ -25,18 +23,17 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from stormo.errors import EXIT_USAGE, SettingError, StormoError, unknown_name
-from stormo.system.cache import data_cache
+from stormo.errors import EXIT_USAGE, SettingError, StormoError
+from stormo.system.files import data_cache
 
 if TYPE_CHECKING:
     import torch
 
 _CHUNK_BYTES = 1 << 20
-_STAGED = ".fetch-"  # starts the name of everything that is not complete yet
+_PARTIAL = ".fetch-"  # starts the name of everything that is not complete yet
 _ABANDONED_AFTER_S = 24 * 3600.0
-_MARKER = "verified.json"  # absolute path of a file → its size, mtime and sha256 when its content was last hashed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +61,6 @@ class Release:
     """The files of a data set: for each split its images and its labels."""
 
     title: str
-    num_classes: int
     splits: Mapping[str, tuple[IdxFile, IdxFile]]
 
     @property
@@ -75,19 +71,17 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Where a release can be had, and how long each place may take."""
+    """Where a release can be downloaded."""
 
     mirrors: tuple[str, ...]
     package: str  # a Debian package
     package_folder: Path  # where it installs its files
     stall_timeout_s: float = 15.0  # without a single byte
-    file_timeout_s: float = 600.0
     command_timeout_s: float = 180.0  # each of apt-get and dpkg-deb
 
 
 FASHION_MNIST = Release(
     title="Fashion-MNIST",
-    num_classes=10,
     splits={
         "train": (
             IdxFile(
@@ -118,7 +112,7 @@ FASHION_MNIST = Release(
 PUBLIC_SOURCES = Sources(
     mirrors=(
         "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
-        # This one has no https; what it sends is trusted no further than its check sum.
+        # This one has no https; its content is trusted no further than the checksum.
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     ),
     package="dataset-fashion-mnist",
@@ -135,44 +129,32 @@ class Arrays:
 
 
 class DataNotFoundError(StormoError):
-    """No place has a usable copy of the data set; the text lists what was tried."""
+    """No source has a usable copy of the data set; the text lists what was tried."""
 
     exit_code = EXIT_USAGE
 
 
 class UnusableError(Exception):
-    """A file or a place cannot be used; the text goes on where the name of the file or place ends."""
+    """A file or a source cannot be used; the text continues a sentence that begins with its name."""
 
 
 def read(folder: Path, split: Literal["train", "validation"], *, release: Release = FASHION_MNIST) -> Arrays:
     """One split of the files in `folder`, which `find_or_fetch` gave."""
     import torch
 
-    if split not in release.splits:
-        raise unknown_name("split", split, release.splits)
     tensors: list[torch.Tensor] = []
     for file in release.splits[split]:
         path = _locate(folder, file) or folder / file.name
-        content = bytearray()
         try:
-            for chunk in _sized(_content_of(path), file):
-                content += chunk
+            content = bytearray(b"".join(_verified(_content_of(path), file)))
         except UnusableError as error:
-            raise _corrupt(path, str(error)) from error
-        if not content.startswith(file.header):
-            raise _corrupt(path, f"has not the header of unsigned bytes of shape {list(file.shape)}")
+            raise SettingError(
+                f"the data set is read from {path}", f"it {error}", "replace or remove that file and start again"
+            ) from error
         # torch takes over the writable buffer without a copy; `reshape` of it stays a contiguous view.
-        flat = torch.frombuffer(content, dtype=torch.uint8, offset=len(file.header))
-        tensors.append(flat.reshape(file.shape))
+        tensors.append(torch.frombuffer(content, dtype=torch.uint8, offset=len(file.header)).reshape(file.shape))
     images, labels = tensors
-    if int(labels.max()) >= release.num_classes:
-        why = f"has a label {int(labels.max())} where 0 to {release.num_classes - 1} are possible"
-        raise _corrupt(path, why)
     return Arrays(images=images, labels=labels.to(torch.int64))
-
-
-def _corrupt(path: Path, why: str) -> SettingError:
-    return SettingError(f"the data set is read from {path}", f"it {why}", "replace or remove that file and start again")
 
 
 def find_or_fetch(
@@ -186,15 +168,11 @@ def find_or_fetch(
 ) -> Path:
     """The folder of verified files; to be called by one process per node.
 
-    A given `folder` is the only place looked at. `tell` gets a sentence when there is something to wait for.
+    A given `folder` is the only one looked at. `tell` gets a sentence when there is something to wait for.
     """
     if folder is not None:
         folder = folder.expanduser().absolute()
-        marker_folder: Path | None = None
-        with contextlib.suppress(SettingError):  # no home folder: then every start hashes the files again
-            marker_folder = _cache_folder(cache)
-        flaws = _find_flaws(folder, release, marker_folder)
-        if flaws:
+        if flaws := _flaws_in(folder, release):
             names = ", ".join(file.name for file in release.files)
             raise SettingError(
                 f"the data folder is {folder}",
@@ -206,11 +184,10 @@ def find_or_fetch(
 
     home = _cache_folder(cache)
     tried: list[str] = []
-    for place, candidate in (("cache", home), (f"Debian package {sources.package}", sources.package_folder)):
-        flaws = _find_flaws(candidate, release, home)
-        if not flaws:
+    for source, candidate in (("cache", home), (f"Debian package {sources.package}", sources.package_folder)):
+        if not (flaws := _flaws_in(candidate, release)):
             return candidate
-        tried.append(f"{place}, {candidate}: {'; '.join(flaws)}")
+        tried.append(f"{source}, {candidate}: {'; '.join(flaws)}")
     if offline:
         tried.append("network: not asked, since offline was set")
     else:
@@ -245,74 +222,29 @@ def _cache_folder(cache: Path | None) -> Path:
 
 def _locate(folder: Path, file: IdxFile) -> Path | None:
     """The uncompressed file if it is there, as it loads faster; else the compressed one."""
-    plain = folder / file.name
-    try:
-        return next((path for path in (plain, folder / f"{file.name}.gz") if path.is_file()), None)
-    except OSError:  # a folder without access: opening the file will say so
-        return plain
+    return next((path for path in (folder / file.name, folder / f"{file.name}.gz") if path.is_file()), None)
 
 
-def _find_flaws(folder: Path, release: Release, marker_folder: Path | None) -> list[str]:
-    """What keeps the files of a folder from being used; files as the marker knows them are not hashed again."""
-    known = {} if marker_folder is None else _read_marker(marker_folder)
-    before = dict(known)
+def _flaws_in(folder: Path, release: Release) -> list[str]:
+    """What is wrong with the files of a folder."""
     try:
         if not folder.is_dir():
             return ["there is no such folder"]
-        flaws = [flaw for file in release.files if (flaw := _flaw_of(folder, file, known))]
+        return [flaw for file in release.files if (flaw := _flaw_of(folder, file))]
     except OSError as error:
         return [_reason(error)]
-    if marker_folder is not None and known != before:
-        _write_marker(marker_folder, known)
-    return flaws
 
 
-def _flaw_of(folder: Path, file: IdxFile, known: dict[str, Any]) -> str | None:
+def _flaw_of(folder: Path, file: IdxFile) -> str | None:
     path = _locate(folder, file)
     if path is None:
         return f"{file.name} is missing, with and without .gz"
-    stat = path.stat()  # before the content: a change while it is hashed shows at the next start
-    entry = {"size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": file.sha256}
-    if known.get(str(path)) == entry:
-        return None
     try:
         for _ in _verified(_content_of(path), file):
             pass
     except UnusableError as error:
         return f"{path.name} {error}"
-    known[str(path)] = entry
     return None
-
-
-def _read_marker(folder: Path) -> dict[str, Any]:
-    try:
-        entries = json.loads((folder / _MARKER).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return entries if isinstance(entries, dict) else {}
-
-
-def _write_marker(folder: Path, known: Mapping[str, Any]) -> None:
-    # Only saves time at the next start: where it cannot be written, the files are hashed again.
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        present = {path: entry for path, entry in known.items() if Path(path).exists()}
-        _publish([json.dumps(present, indent=1, sort_keys=True).encode()], folder / _MARKER)
-
-
-def _publish(content: Iterable[bytes], path: Path) -> None:
-    """Write under a temporary name and rename once everything is on disk."""
-    descriptor, name = tempfile.mkstemp(prefix=_STAGED, dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as out:
-            for chunk in content:
-                out.write(chunk)
-            out.flush()
-            os.fsync(out.fileno())  # before the rename: after a power cut the name must not lead to a hole
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink()
-        raise
 
 
 def _content_of(path: Path) -> Iterator[bytes]:
@@ -325,93 +257,70 @@ def _content_of(path: Path) -> Iterator[bytes]:
         raise UnusableError(f"cannot be read ({_reason(error)})") from error
 
 
-def _sized(content: Iterable[bytes], file: IdxFile) -> Iterator[bytes]:
-    num_bytes = 0
+def _verified(content: Iterable[bytes], file: IdxFile) -> Iterator[bytes]:
+    """Passes the chunks on; the end is reached only if all of them together are the file."""
+    digest, num_bytes = hashlib.sha256(), 0
     for chunk in content:
         num_bytes += len(chunk)
         if num_bytes > file.num_bytes:
             raise UnusableError(f"has more than its {file.num_bytes} bytes (uncompressed)")
+        digest.update(chunk)
         yield chunk
     if num_bytes < file.num_bytes:
         raise UnusableError(f"has {num_bytes} of its {file.num_bytes} bytes (uncompressed)")
-
-
-def _verified(content: Iterable[bytes], file: IdxFile) -> Iterator[bytes]:
-    """Passes the chunks on; the end is reached only if all of them together are the file."""
-    digest = hashlib.sha256()
-    for chunk in _sized(content, file):
-        digest.update(chunk)
-        yield chunk
     if digest.hexdigest() != file.sha256:
         raise UnusableError(f"has the sha256 {digest.hexdigest()}, not {file.sha256} (uncompressed)")
 
 
 def _fetch(home: Path, release: Release, sources: Sources, tell: Callable[[str], None], tried: list[str]) -> bool:
-    """Whether the cache has every file afterwards; each place that did not help adds a line to `tried`."""
+    """Whether the cache has every file afterwards; each source that failed adds a line to `tried`."""
     home.mkdir(parents=True, exist_ok=True)
-    with (home / ".fetch.lock").open("ab") as lock:  # closing it, or the death of the process, lets the next one in
-        _await_turn(lock, lambda: tell(f"Waiting for another process that fetches {release.title}."))
-        for path in home.glob(f"{_STAGED}*"):  # left by a fetch that was killed
+    # The processes of a node, and nodes that share a home folder, fetch one after the other. Closing the file, or the
+    # death of the process, lets the next one in. Without locks, fetching twice does no harm.
+    tell(f"Fetching {release.title}, or waiting for a process that does.")
+    with (home / ".fetch.lock").open("ab") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in home.glob(f"{_PARTIAL}*"):  # left by a fetch that was killed
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         for mirror in (*sources.mirrors, None):
-            if not _find_flaws(home, release, home):
+            missing = [file for file in release.files if _flaw_of(home, file)]
+            if not missing:
                 break
-            place = mirror or f"apt-get download {sources.package}"
-            tell(f"Fetching {release.title}: {place}")
+            source = mirror or f"apt-get download {sources.package}"
+            tell(f"Fetching {release.title}: {source}")
             try:
                 if mirror is not None:
-                    _from_mirror(mirror, home, release, sources)
+                    for file in sorted(missing, key=lambda file: file.num_bytes):
+                        _store(_download(f"{mirror}{file.name}.gz", sources.stall_timeout_s), file, home)
                 else:
-                    _from_package(home, release, sources)
+                    _from_package(home, missing, sources)
             except UnusableError as error:
-                tried.append(f"{place}: {error}")
-    return not _find_flaws(home, release, home)
+                tried.append(f"{source}: {error}")
+    return not _flaws_in(home, release)
 
 
-def _await_turn(lock: IO[bytes], tell: Callable[[], None]) -> None:
-    """The processes of a node, and nodes that share a home folder, fetch one after the other, where locks exist."""
-    with contextlib.suppress(OSError):  # a file system without locks: fetching twice does no harm
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell()
-            fcntl.flock(lock, fcntl.LOCK_EX)
-
-
-def _missing(home: Path, release: Release) -> list[IdxFile]:
-    known = _read_marker(home)
-    return [file for file in release.files if _flaw_of(home, file, known)]
-
-
-def _from_mirror(mirror: str, home: Path, release: Release, sources: Sources) -> None:
-    for file in sorted(_missing(home, release), key=lambda file: file.num_bytes):
-        _store(_download(f"{mirror}{file.name}.gz", sources), file, home)
-
-
-def _download(url: str, sources: Sources) -> Iterator[bytes]:
+def _download(url: str, stall_timeout_s: float) -> Iterator[bytes]:
     """The uncompressed content behind an address, in chunks; a few bytes never become more than one chunk at once."""
-    deadline_s = time.monotonic() + sources.file_timeout_s
     opener = urllib.request.build_opener()  # not the global one, which keeps the proxies of its first use
     try:
-        with opener.open(url, timeout=sources.stall_timeout_s) as response, gzip.GzipFile(fileobj=response) as stream:
+        with opener.open(url, timeout=stall_timeout_s) as response, gzip.GzipFile(fileobj=response) as stream:
             while chunk := stream.read1(_CHUNK_BYTES):
-                if time.monotonic() > deadline_s:
-                    raise UnusableError(f"was not complete after {sources.file_timeout_s:g} s")
                 yield chunk
     except (OSError, EOFError, zlib.error, http.client.HTTPException) as error:
         raise UnusableError(f"failed ({_reason(error)})") from error
 
 
-def _from_package(home: Path, release: Release, sources: Sources) -> None:
+def _from_package(home: Path, files: list[IdxFile], sources: Sources) -> None:
     """Download and unpack the Debian package, neither of which needs root."""
-    with tempfile.TemporaryDirectory(prefix=_STAGED, dir=home) as box:
-        _command(["apt-get", "download", sources.package], box, sources.command_timeout_s)
-        archives = [str(path) for path in Path(box).glob("*.deb")]
-        _command(["dpkg-deb", "-x", *archives, "unpacked"], box, sources.command_timeout_s)
-        unpacked = Path(box) / "unpacked" / sources.package_folder.relative_to("/")
-        for file in _missing(home, release):
+    with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=home) as folder:
+        _command(["apt-get", "download", sources.package], folder, sources.command_timeout_s)
+        archives = [str(path) for path in Path(folder).glob("*.deb")]
+        _command(["dpkg-deb", "-x", *archives, "unpacked"], folder, sources.command_timeout_s)
+        unpacked = Path(folder) / "unpacked" / sources.package_folder.relative_to("/")
+        for file in files:
             path = _locate(unpacked, file)
             if path is None:
                 raise UnusableError(f"{file.name} is not in the package")
@@ -419,24 +328,40 @@ def _from_package(home: Path, release: Release, sources: Sources) -> None:
 
 
 def _store(content: Iterable[bytes], file: IdxFile, home: Path) -> None:
+    """Write under a temporary name and rename once everything is verified and on disk."""
+    descriptor, name = tempfile.mkstemp(prefix=_PARTIAL, dir=home)
     try:
-        _publish(_verified(content, file), home / file.name)
-    except UnusableError as error:
-        raise UnusableError(f"{file.name} {error}") from error
+        with os.fdopen(descriptor, "wb") as out:
+            for chunk in _verified(content, file):
+                out.write(chunk)
+            out.flush()
+            os.fsync(out.fileno())  # before the rename: after a power cut the name must not lead to a hole
+        Path(name).replace(home / file.name)
+    except BaseException as error:
+        Path(name).unlink()
+        if isinstance(error, UnusableError):
+            raise UnusableError(f"{file.name} {error}") from error
+        raise
 
 
-def _command(words: list[str], folder: str, timeout_s: float) -> None:
-    if shutil.which(words[0]) is None:
-        raise UnusableError(f"{words[0]} is not on PATH")
+def _command(arguments: list[str], folder: str, timeout_s: float) -> None:
+    if shutil.which(arguments[0]) is None:
+        raise UnusableError(f"{arguments[0]} is not on PATH")
     try:
         done = subprocess.run(
-            words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+            arguments,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise UnusableError(f"{words[0]} did not end within {timeout_s:g} s") from None
+        raise UnusableError(f"{arguments[0]} did not end within {timeout_s:g} s") from None
     if done.returncode:
         last = (done.stderr or done.stdout).strip().rpartition("\n")[2] or "no output"
-        raise UnusableError(f"{words[0]} ended with code {done.returncode} ({last})")
+        raise UnusableError(f"{arguments[0]} ended with code {done.returncode} ({last})")
 
 
 def _reason(error: BaseException) -> str:

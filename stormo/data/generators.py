@@ -1,6 +1,6 @@
-"""The global random generators of the host (torch, Python, NumPy): seeded, kept and put back together.
+"""The global random generators of torch, Python and NumPy: seeded, kept and put back together.
 
-A GPU's, which dropout draws from, is not touched. How they are written to a file is `checkpoint/state.py`.
+Only `seed_generators` touches those of a GPU, which dropout draws from. `checkpoint/state.py` writes all of them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,34 @@ import torch
 States = tuple[Any, Any, Any]
 
 
+def seed_generators(seed: int) -> None:
+    """Seed all generators, those of a GPU too."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
 def seed_host(seed: int) -> None:
-    """Seed the generators."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPU's too
+    """Seed the generators of the host."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
 
 
 def host_states() -> States:
-    """Where the generators are, in memory."""
+    """The states of the generators."""
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
 
 
 def set_host_states(states: States) -> None:
-    """Go back to where they were."""
+    """Restore these states."""
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     numpy.random.set_state(states[2])
 
 
 def same_states(first: States, second: States) -> bool:
-    """Whether nothing was drawn in between."""
+    """Whether nothing was drawn between the two."""
     return (
         torch.equal(first[0], second[0])
         and first[1] == second[1]
@@ -47,7 +54,7 @@ def same_states(first: States, second: States) -> bool:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put them back afterwards."""
+    """Restore the states afterwards."""
     before = host_states()
     try:
         yield

@@ -1,7 +1,7 @@
 """Many files read as one stream: a few of them are open at a time, and give a sample each in turn.
 
-The order is a function of the seed and the pass alone, so that a stream of files is shared between workers and goes on
-after a resume as any other does.
+The order is a function of the seed and the round over the files alone, so that a stream of files is shared between
+workers and resumed as any other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def interleave(
         files: in an order that is the same in every process, such as a sorted one.
         read: gives the samples of one file, one after the other; a function at the top level of a file.
         cycle: how many files are open at a time; each gives one sample before its turn comes again.
-        shuffle: take the files in another order in every pass.
+        shuffle: take the files in another order in every round.
         num_samples: of all files together, where it is known; otherwise --epoch-samples says what makes an epoch.
     """
     if isinstance(files, str | Iterator | Set):
@@ -75,7 +75,7 @@ class Interleaved(IterableDataset[Any], Generic[_File]):
         return self._num_samples
 
     def __iter__(self) -> Iterator[Any]:
-        # The generator has been seeded for this pass by whoever reads the stream, in every process alike.
+        # The reader of the stream has seeded the generator for this round, in every process alike.
         order = torch.randperm(len(self._files)).tolist() if self._shuffle else range(len(self._files))
         return self._samples([self._files[index] for index in order])
 

@@ -1,40 +1,41 @@
-"""The loaders' interface and two of the three: the data set resident on the device, or streamed by worker processes.
+"""The trainer's loaders: the data set resident on the device, read by index, or read in order as a stream.
 
-The third, of an iterable data set, is in `iterables`. All give the passes of a step as batches on the device, from any
-position of any epoch, and tell how long the loop waited for them.
+All give the micro-batches of a step on the device, from any position of any epoch, and count how long the loop waited.
+Every worker reads a whole stream and keeps its share of each global batch: samples, their randomness and their weights
+do not depend on the number of workers. A position in a stream is found again by reading up to it.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from stormo.data.batches import Collate, collate
-from stormo.data.order import Pass, derive_seed, epoch_draws, epoch_order, passes
-from stormo.data.streaming import Ahead, shut_down, stream
+from stormo.data.order import MicroBatch, epoch_draws, epoch_order, micro_batches, part, split_step
+from stormo.data.processes import DevicePrefetcher, ForwardErrors, Requests, open_loader, shut_down
+from stormo.data.reading import SeededDataset, SeekableStream, StreamRequest
 from stormo.data.tensors import TensorData
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one pass, on the device."""
+    """The samples of one micro-batch, on the device."""
 
     data: Any
-    span: Pass
-    is_ghost: bool  # no sample was left for this worker: a stand-in of weight zero keeps it in step with the others
+    span: MicroBatch
+    is_padding: bool  # no sample was left for this worker: one of weight zero keeps it in step with the others
 
     @property
     def weight(self) -> float:
-        """This pass's share of the global batch."""
-        return 0.0 if self.is_ghost else self.span.num_samples / self.span.step_samples
+        """This micro-batch's share of the global batch."""
+        return 0.0 if self.is_padding else self.span.num_samples / self.span.step_samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,18 +54,20 @@ Augment = Callable[[Any, Tensor], Any]
 class Loader(ABC):
     """Gives one worker's batches of an epoch, from any position."""
 
-    def __init__(self, num_samples: int, share: Share, seed: int, num_draws: int, augment: Augment) -> None:
+    def __init__(
+        self, num_samples: int, share: Share, seed: int, num_draws: int, augment: Augment, device: torch.device
+    ) -> None:
         self.num_samples = num_samples
         self.share = share
         self.seed = seed
         self.wait_s = 0.0  # time the loop has waited for batches, since it was last set to zero
         self._num_draws = num_draws
         self._augment = augment
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._device = device
 
     def epoch(self, epoch: int, position: int = 0) -> Iterator[Batch]:
         """The batches from a position to the end of an epoch, each sample of the share once."""
-        batches = self._open(epoch, self._spans(position))
+        batches = self._batches(epoch, self._spans(position))
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
@@ -75,90 +78,78 @@ class Loader(ABC):
 
     def first_and_last(self) -> Iterator[Batch]:
         """The first full batch of epoch 1 and, where it is shorter, the last: every shape that will come."""
-        return self._open(1, iter(self._first_and_last_spans()))
-
-    def _first_and_last_spans(self) -> list[Pass]:
-        spans = list(itertools.islice(self._spans(0), self.share.accumulate))
-        tail = self.num_samples % self.share.global_batch_size
-        if 0 < tail < self.num_samples:
-            spans += self._spans(self.num_samples - tail)
-        return spans
-
-    def samples(self, span: Pass) -> Tensor:
-        """The samples of the whole global batch that a pass belongs to, in order."""
-        return self._order[span.step_start : span.step_stop].to(torch.int64)  # as their digest counts them
-
-    def _open(self, epoch: int, spans: Iterator[Pass]) -> Iterator[Batch]:
-        self._order = epoch_order(self.num_samples, self.seed, epoch)
-        draws = epoch_draws(self.num_samples, self._num_draws, self.seed, epoch) if self._num_draws else None
-        return self._batches(epoch, self._order, draws, spans)
-
-    def _spans(self, position: int) -> Iterator[Pass]:
-        share = self.share
-        return passes(
-            self.num_samples, share.global_batch_size, share.accumulate, share.worker, share.num_workers, position
-        )
-
-    def _made(self, data: Any, span: Pass, draws: Tensor | None, device: torch.device) -> Batch:
-        if draws is not None:
-            start, stop = with_ghost(span)
-            data = self._augment(data, draws[start:stop].to(device))
-        return Batch(data, span, is_ghost=not span.num_samples)
+        return self._batches(1, self._first_and_last_spans())
 
     @abstractmethod
-    def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
+    def samples(self, span: MicroBatch) -> Tensor:
+        """The samples of the whole global batch that a micro-batch belongs to, in order."""
+
+    @abstractmethod
+    def _batches(self, epoch: int, spans: list[MicroBatch]) -> Iterator[Batch]:
         """Turn spans of positions into batches on the device."""
 
     def close(self) -> None:
-        """End worker processes, where there are any."""
+        """End loading processes, where there are any."""
         return
 
+    def _spans(self, position: int) -> list[MicroBatch]:
+        share = self.share
+        sizes = share.global_batch_size, share.accumulate, share.worker, share.num_workers
+        return list(micro_batches(self.num_samples, *sizes, position))
 
-def with_ghost(span: Pass) -> tuple[int, int]:
-    """The positions of a pass; an empty one borrows the first of its global batch, and `Batch.weight` is zero."""
-    return (span.start, span.stop) if span.num_samples else (span.step_start, span.step_start + 1)
+    def _first_and_last_spans(self) -> list[MicroBatch]:
+        share = self.share
+        stop = min(share.global_batch_size, self.num_samples)
+        spans = split_step(0, stop, share.accumulate, share.worker, share.num_workers)
+        tail = self.num_samples % share.global_batch_size
+        return spans + self._spans(self.num_samples - tail) if 0 < tail < self.num_samples else spans
+
+    def _draws(self, epoch: int) -> Tensor | None:
+        return epoch_draws(self.num_samples, self._num_draws, self.seed, epoch) if self._num_draws else None
+
+    def _batch(self, data: Any, span: MicroBatch, draws: Tensor | None) -> Batch:
+        if draws is not None:
+            data = self._augment(data, draws[slice(*span.padded)].to(self._device))
+        return Batch(data, span, is_padding=not span.num_samples)
 
 
-class ResidentLoader(Loader):
+class _ShuffledLoader(Loader):
+    """Reads by index, in the order of the epoch."""
+
+    _order: Tensor
+
+    def samples(self, span: MicroBatch) -> Tensor:
+        """The samples of the whole global batch that a micro-batch belongs to, in order."""
+        return self._order[span.step_start : span.step_stop].to(torch.int64)  # as their digest counts them
+
+    def _batches(self, epoch: int, spans: list[MicroBatch]) -> Iterator[Batch]:
+        self._order = epoch_order(self.num_samples, self.seed, epoch)
+        return self._read(epoch, self._order, self._draws(epoch), spans)
+
+    @abstractmethod
+    def _read(self, epoch: int, order: Tensor, draws: Tensor | None, spans: list[MicroBatch]) -> Iterator[Batch]:
+        """The samples at these positions of the order."""
+
+
+class ResidentLoader(_ShuffledLoader):
     """The whole data set on the device; a batch is one indexed read there."""
 
     def __init__(
         self, data: TensorData, share: Share, seed: int, num_draws: int, augment: Augment, device: torch.device
     ) -> None:
-        super().__init__(len(data), share, seed, num_draws, augment)
+        super().__init__(len(data), share, seed, num_draws, augment, device)
         self._tensors = tuple(tensor.to(device) for tensor in data.tensors)
-        self._device = device
 
-    def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
+    def _read(self, epoch: int, order: Tensor, draws: Tensor | None, spans: list[MicroBatch]) -> Iterator[Batch]:
         order = order.to(self._device)
         draws = None if draws is None else draws.to(self._device)
         for span in spans:
-            start, stop = with_ghost(span)
-            rows = order[start:stop]
-            data = tuple(tensor.index_select(0, rows) for tensor in self._tensors)
-            yield self._made(data, span, draws, self._device)
+            rows = order[slice(*span.padded)]
+            yield self._batch(tuple(tensor.index_select(0, rows) for tensor in self._tensors), span, draws)
 
 
-class _Spans(Sampler[list[tuple[int, int]]]):
-    """Hands out (sample, seed) pairs for each pass of the epoch it was last given."""
-
-    def __init__(self) -> None:
-        self.spans: Sequence[Pass] = ()
-        self.order = torch.empty(0, dtype=torch.int64)
-        self.epoch_seed: tuple[int, int] = (0, 0)
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for span in self.spans:
-            start, stop = with_ghost(span)
-            samples = self.order[start:stop].tolist()
-            yield [(i, derive_seed(*self.epoch_seed, start + n)) for n, i in enumerate(samples)]
-
-
-class StreamedLoader(Loader):
-    """Worker processes read ahead; pinned memory and a stream of its own overlap the copies with compute."""
+class StreamedLoader(_ShuffledLoader):
+    """Processes read ahead; pinned memory and a CUDA stream overlap the copies with compute."""
 
     def __init__(
         self,
@@ -171,18 +162,101 @@ class StreamedLoader(Loader):
         num_workers: int,
         make_batch: Collate = collate,
     ) -> None:
-        super().__init__(len(data), share, seed, num_draws, augment)  # type: ignore[arg-type]
-        self._sampler = _Spans()
-        self._ahead: Ahead[Pass] = Ahead(stream(data, self._sampler, device, num_workers, make_batch), device)
-        self._device = device
+        super().__init__(len(data), share, seed, num_draws, augment, device)  # type: ignore[arg-type]
+        self._data, self._requests = SeededDataset(data), Requests()
+        reader = open_loader(
+            self._data, device, num_workers, batch_sampler=self._requests, collate_fn=ForwardErrors(make_batch)
+        )
+        self._prefetcher: DevicePrefetcher[MicroBatch] = DevicePrefetcher(reader, device)
 
-    def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
-        self._sampler.spans = list(spans)
-        self._sampler.order = order
-        self._sampler.epoch_seed = (self.seed, epoch)
-        for data, span in self._ahead.batches(self._sampler.spans):
-            yield self._made(data, span, draws, self._device)
+    def _read(self, epoch: int, order: Tensor, draws: Tensor | None, spans: list[MicroBatch]) -> Iterator[Batch]:
+        self._requests.items = (self._data.keys(order, *span.padded, self.seed, epoch) for span in spans)
+        for data, span in self._prefetcher.batches(spans):
+            yield self._batch(data, span, draws)
 
     def close(self) -> None:
-        """End the worker processes now rather than at garbage collection."""
-        shut_down(self._ahead.loader)
+        """End the loading processes now rather than at garbage collection."""
+        shut_down(self._prefetcher.loader)
+
+
+class IterableLoader(Loader):
+    """A stream, read by the worker itself or by one process ahead of it."""
+
+    def __init__(
+        self,
+        data: Any,
+        num_samples: int,
+        share: Share,
+        seed: int,
+        num_draws: int,
+        augment: Augment,
+        device: torch.device,
+        num_workers: int,
+        make_batch: Collate = collate,
+        *,
+        repeat: bool = False,
+    ) -> None:
+        assert num_workers <= 1, "a stream is read by one process: two would take the same samples"
+        super().__init__(num_samples, share, seed, num_draws, augment, device)
+        self._requests = Requests()
+        stream = SeekableStream(data, num_samples, seed, repeat)
+        reader = open_loader(
+            stream, device, num_workers, batch_sampler=self._requests, collate_fn=ForwardErrors(make_batch)
+        )
+        self._prefetcher: DevicePrefetcher[MicroBatch] = DevicePrefetcher(reader, device)
+        self._start = 0  # of the epoch, in the stream
+        self._repeat = repeat
+
+    def first_and_last(self) -> Iterator[Batch]:
+        """The first full batch and one as short as the last, cut from the first: the last is at the stream's end."""
+        spans = self._first_and_last_spans()
+        first = self._request(spans[0], 0)
+        rows = sorted({0, *range(*first.share)})
+        requests = []
+        for span in spans:
+            start, stop = span.padded
+            of_last = replace(first, rows=rows[: stop - start], is_first=False)
+            requests.append(of_last if span.step_start else self._request(span, 0))
+        return self._read(1, spans, requests)
+
+    def start(self, num_samples: int) -> Any:
+        """The first samples of the stream as one batch, on every worker the same ones."""
+        stop = min(num_samples, self.num_samples)
+        self._requests.items = [
+            StreamRequest(0, stop, share=(0, stop), rows=range(stop), is_first=True, ends_epoch=False)
+        ]
+        (batch,) = (data for data, _ in self._prefetcher.batches(split_step(0, stop, 1, 0, 1)))
+        return batch
+
+    def samples(self, span: MicroBatch) -> Tensor:
+        """The positions of the whole global batch in the stream, which stand for its samples."""
+        offset = self._start if self._repeat else 0
+        return torch.arange(offset + span.step_start, offset + span.step_stop)
+
+    def _batches(self, epoch: int, spans: list[MicroBatch]) -> Iterator[Batch]:
+        start = (epoch - 1) * self.num_samples
+        return self._read(epoch, spans, [self._request(span, start) for span in spans])
+
+    def _request(self, span: MicroBatch, epoch_start: int) -> StreamRequest:
+        share = part(span.step_start, span.step_stop, self.share.worker, self.share.num_workers)
+        ends_epoch = span.step_stop == self.num_samples
+        return StreamRequest(
+            step_start=epoch_start + span.step_start,
+            # Every worker sees the end of the stream; before that it reads no further than it must.
+            read_to=epoch_start + (span.step_stop if ends_epoch else max(share[1], span.step_start + 1)),
+            share=(epoch_start + share[0], epoch_start + share[1]),
+            rows=range(*(epoch_start + position for position in span.padded)),
+            is_first=span.is_first,
+            ends_epoch=ends_epoch,
+        )
+
+    def _read(self, epoch: int, spans: list[MicroBatch], requests: list[StreamRequest]) -> Iterator[Batch]:
+        self._start = (epoch - 1) * self.num_samples
+        self._requests.items = requests
+        draws = self._draws(epoch)
+        for data, span in self._prefetcher.batches(spans):
+            yield self._batch(data, span, draws)
+
+    def close(self) -> None:
+        """End the reading process now rather than at garbage collection."""
+        shut_down(self._prefetcher.loader)

@@ -1,17 +1,15 @@
 """The global sample order: a pure function of (seed, epoch, position), never of the number of workers.
 
-An epoch is one permutation of the data set. A global batch is the next stretch of it, cut into the workers' shares
-and those into passes; shares of one batch differ by at most one sample, and nothing is dropped or repeated.
+An epoch is one permutation of the data set. A global batch is its next part, split into the workers' shares and those
+into micro-batches. The shares of a batch differ by at most one sample. Nothing is dropped or repeated.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -20,13 +18,6 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that depends on every part, and on nothing else (no process, no platform)."""
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of torch, Python and NumPy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -48,19 +39,19 @@ def part(start: int, stop: int, index: int, num_parts: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """One forward and backward of one worker: the positions it takes, and its place in the global step."""
+class MicroBatch:
+    """The positions of one forward and backward of one worker, and those of the global batch around it."""
 
     start: int
     stop: int
-    step_start: int  # positions of the whole global batch
+    step_start: int
     step_stop: int
     is_first: bool
     is_last: bool  # the optimizer steps after it
 
     @property
     def num_samples(self) -> int:
-        """Samples of this pass."""
+        """Samples of this micro-batch."""
         return self.stop - self.start
 
     @property
@@ -68,14 +59,24 @@ class Pass:
         """Samples of the global batch."""
         return self.step_stop - self.step_start
 
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Its positions; an empty one borrows the first of the global batch, with weight zero."""
+        return (self.start, self.stop) if self.num_samples else (self.step_start, self.step_start + 1)
 
-def passes(
+
+def split_step(start: int, stop: int, accumulate: int, worker: int, num_workers: int) -> list[MicroBatch]:
+    """One worker's micro-batches of the global batch [start, stop)."""
+    share = part(start, stop, worker, num_workers)
+    return [
+        MicroBatch(*part(*share, index, accumulate), start, stop, index == 0, index == accumulate - 1)
+        for index in range(accumulate)
+    ]
+
+
+def micro_batches(
     num_samples: int, global_batch_size: int, accumulate: int, worker: int, num_workers: int, position: int = 0
-) -> Iterator[Pass]:
-    """One worker's passes from a position to the end of the epoch; a short last batch may leave some empty."""
-    for step_start in range(position, num_samples, global_batch_size):
-        step_stop = min(step_start + global_batch_size, num_samples)
-        share = part(step_start, step_stop, worker, num_workers)
-        for index in range(accumulate):
-            start, stop = part(*share, index, accumulate)
-            yield Pass(start, stop, step_start, step_stop, index == 0, index == accumulate - 1)
+) -> Iterator[MicroBatch]:
+    """One worker's micro-batches from a position to the end of the epoch; a short last batch may leave some empty."""
+    for start in range(position, num_samples, global_batch_size):
+        yield from split_step(start, min(start + global_batch_size, num_samples), accumulate, worker, num_workers)

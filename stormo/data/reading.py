@@ -1,32 +1,38 @@
-"""Reads a stream forward, each sample under generators seeded for its position, and starts it anew where it is due."""
+"""Reads data sets so that a sample depends on its position alone, whichever process of whichever worker reads it.
+
+`SeededDataset` reads by index, `SeekableStream` and `RoundRobin` read in order.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from stormo.data.batches import Collate
-from stormo.data.generators import generators_kept, seed_host
+from stormo.data.batches import Collate, are_same, collate
+from stormo.data.generators import generators_kept, host_states, same_states, seed_host, set_host_states
 from stormo.data.order import derive_seed
-from stormo.data.sending import Travels
-from stormo.data.streaming import Answering, Refusal
-from stormo.errors import SettingError, counted
+from stormo.data.processes import ForwardedError, ForwardErrors, PickleByValue, open_loader
+from stormo.data.tensors import TensorData
+from stormo.errors import SettingError, pluralize
 
+Key = tuple[int, int]  # a sample and the seed of its randomness
 _END = object()
 
 
 def is_stream(data: Any) -> bool:
-    """Whether a data set gives its samples only one after the other."""
-    is_read_by_number = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
-    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not is_read_by_number)
+    """Whether a data set can only be read in order."""
+    has_index = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not has_index)
 
 
 def known_length(data: Any) -> int | None:
-    """The number of samples of a data set; None for a stream that does not tell."""
+    """The number of samples of a data set; None for a stream without a length."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -35,63 +41,138 @@ def known_length(data: Any) -> int | None:
         raise
 
 
+def read(data: Any, indices: list[int]) -> list[Any]:
+    """Samples by index, at once where a data set has a way to, as torch's loaders read them."""
+    if callable(getattr(data, "__getitems__", None)):
+        return list(data.__getitems__(indices))
+    return [data[index] for index in indices]
+
+
+def read_one(data: Any, index: int) -> Any:
+    """One sample, by `__getitems__` only where there is no `__getitem__`."""
+    inner = data
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    has_one = getattr(type(inner), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+    return data[index] if has_one else read(data, [index])[0]
+
+
+class SeededDataset(PickleByValue, Dataset[Any]):
+    """Reads every sample as if all generators were seeded for it: its random numbers depend on its position alone.
+
+    Seeding takes longer than many a sample. It is skipped while reading draws nothing. Two checks find that out: the
+    first sample is the same under two seeds, and a batch leaves the generators unchanged. A batch that moved them is
+    read again with seeds, as is every batch from then on.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        inner = data
+        while type(inner) is Subset:
+            inner = inner.dataset
+        self._may_draw = type(inner) not in (TensorData, TensorDataset)
+        self._needs_seeds: bool | None = None  # where it may draw: unknown before the first batch
+
+    def keys(self, order: Tensor, start: int, stop: int, seed: int, epoch: int) -> list[Key]:
+        """What to ask for to read the positions [start, stop) of an epoch's order."""
+        samples = order[start:stop].tolist()
+        if not self._may_draw:
+            return [(sample, 0) for sample in samples]
+        return [(sample, derive_seed(seed, epoch, start + n)) for n, sample in enumerate(samples)]
+
+    def __getitem__(self, key: Key) -> Any:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """The samples of a batch."""
+        if self._may_draw and self._needs_seeds is None:
+            samples = self._read_seeded(keys)
+            index, seed = keys[0]
+            self._needs_seeds = not are_same(samples[:1], self._read_seeded([(index, seed ^ 1)]))
+            return samples
+        if self._needs_seeds:
+            return self._read_seeded(keys)
+        before = host_states() if self._may_draw else None
+        samples = read(self.data, [index for index, _ in keys])
+        if before is None or same_states(before, host_states()):
+            return samples
+        set_host_states(before)
+        self._needs_seeds = True
+        return self._read_seeded(keys)
+
+    def _read_seeded(self, keys: list[Key]) -> list[Any]:
+        samples = []
+        with generators_kept():  # once: putting them back takes longer than a seed
+            for index, seed in keys:
+                seed_host(seed)
+                samples.append(read_one(self.data, index))
+        return samples
+
+
+def key_loader(
+    data: Any, batches: Iterable[list[Key]], device: torch.device, num_workers: int, make_batch: Collate = collate
+) -> DataLoader[Any]:
+    """A loader of the batches with these keys."""
+    collate_fn = ForwardErrors(make_batch)
+    return open_loader(SeededDataset(data), device, num_workers, batch_sampler=batches, collate_fn=collate_fn)
+
+
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one pass wants of a stream; positions are counted from the beginning of the run."""
+class StreamRequest:
+    """What one micro-batch needs of a stream; positions are counted from the beginning of the run."""
 
     step_start: int  # of the global batch
     read_to: int
-    share: tuple[int, int]  # kept for this pass and the others of the same step
+    share: tuple[int, int]  # kept for all micro-batches of the step
     rows: Sequence[int]
-    is_first: bool  # pass of its step
+    is_first: bool  # of its step
     ends_epoch: bool
 
 
-class Reading(Travels, Dataset[Any]):
-    """Reads a stream forward, as far as each pass wants it, and starts it anew where that is due."""
+class SeekableStream(PickleByValue, Dataset[Any]):
+    """Reads a stream forward, as far as each micro-batch needs it, and restarts it where that is due."""
 
-    def __init__(self, data: Any, num_samples: int, seed: int, goes_on: bool) -> None:
+    def __init__(self, data: Any, num_samples: int, seed: int, repeat: bool) -> None:
         self._data = data
         self._num_samples = num_samples  # of an epoch
         self._seed = seed
-        self._goes_on = goes_on  # from epoch to epoch; otherwise each epoch is one pass over the stream
+        self._repeat = repeat  # the stream restarts whenever it ends; otherwise each epoch reads it once
         self._iterator: Iterator[Any] | None = None
-        self._pass = 0
+        self._round = 0  # how often it was restarted
         self._position = 0  # of the next sample
-        self._kept: dict[int, Any] = {}  # of the step under way
+        self._kept: dict[int, Any] = {}  # of the current step
 
-    def __getitems__(self, wanted: Wanted) -> list[Any] | Refusal:
-        """The samples of a pass."""
+    def __getitems__(self, request: StreamRequest) -> list[Any] | ForwardedError:
+        """The samples of a micro-batch."""
         try:
-            if wanted.is_first:
+            if request.is_first:
                 with generators_kept():
-                    self._read(wanted)
+                    self._read(request)
         except SettingError as error:
-            return Refusal(str(error))
-        return [self._kept[row] for row in wanted.rows]
+            return ForwardedError.of(error)
+        return [self._kept[row] for row in request.rows]
 
-    def _read(self, wanted: Wanted) -> None:
-        first_pass, begins_at = 0, 0
-        if not self._goes_on:
-            first_pass = wanted.step_start // self._num_samples
-            begins_at = first_pass * self._num_samples
-        if self._iterator is None or not begins_at <= self._position <= wanted.step_start:
-            self._begin(first_pass)
-            self._position = begins_at
-        while self._position < wanted.step_start:
+    def _read(self, request: StreamRequest) -> None:
+        first_round, start = 0, 0
+        if not self._repeat:
+            first_round = request.step_start // self._num_samples
+            start = first_round * self._num_samples
+        if self._iterator is None or not start <= self._position <= request.step_start:
+            self._begin(first_round)
+            self._position = start
+        while self._position < request.step_start:
             self._next()
         self._kept = {}
-        start, stop = wanted.share
-        while self._position < wanted.read_to:
+        start, stop = request.share
+        while self._position < request.read_to:
             position, sample = self._position, self._next()
-            if position == wanted.step_start or start <= position < stop:  # the first one stands in for none at all
+            if position == request.step_start or start <= position < stop:  # the first one serves as padding
                 self._kept[position] = sample
-        if wanted.ends_epoch and not self._goes_on:
+        if request.ends_epoch and not self._repeat:
             self._require_end()
 
     def _begin(self, number: int) -> None:
-        """Start the stream anew; its passes are numbered from 0."""
-        self._pass = number
+        self._round = number
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(number)
         seed_host(derive_seed(self._seed, "pass", number))  # it may shuffle already here
@@ -103,13 +184,19 @@ class Reading(Travels, Dataset[Any]):
         assert self._iterator is not None
         seed_host(seed)
         sample = next(self._iterator, _END)
-        if sample is _END and self._goes_on:
-            self._begin(self._pass + 1)
+        if sample is _END and self._repeat:
+            self._begin(self._round + 1)
             seed_host(seed)
             sample = next(self._iterator, _END)
         if sample is _END:
             self._iterator = None
-            raise self._ended(position)
+            if self._repeat:
+                raise SettingError(
+                    "train_data() gave a stream that restarts whenever it ends",
+                    f"round {self._round + 1} over it gave no sample",
+                    "let its __iter__ begin from the first sample each time",
+                )
+            raise self._wrong_length(f"it ended after {position}")
         self._position += 1
         return sample
 
@@ -118,35 +205,25 @@ class Reading(Travels, Dataset[Any]):
         surplus = next(self._iterator, _END)
         self._iterator = None
         if surplus is not _END:
-            raise SettingError(
-                f"train_data() gave a stream of {counted(self._num_samples, 'sample')} by its own length",
-                f"it went on with sample {self._num_samples + 1}",
-                "let its __len__ (interleave: num_samples) be the true number, or set --epoch-samples",
-            )
+            raise self._wrong_length(f"it went on with sample {self._num_samples + 1}")
 
-    def _ended(self, position: int) -> SettingError:
-        if self._goes_on:
-            return SettingError(
-                "train_data() gave a stream that is to start anew whenever it ends",
-                f"pass {self._pass + 1} over it gave no sample",
-                "let its __iter__ begin from the first sample each time",
-            )
+    def _wrong_length(self, why: str) -> SettingError:
         return SettingError(
-            f"train_data() gave a stream of {counted(self._num_samples, 'sample')} by its own length",
-            f"it ended after {position}",
+            f"train_data() gave a stream of {pluralize(self._num_samples, 'sample')} by its __len__",
+            why,
             "let its __len__ (interleave: num_samples) be the true number, or set --epoch-samples",
         )
 
 
-class InTurn(Travels, IterableDataset[tuple[int, Any]]):
-    """A stream cut into batches: for each its number of samples and, where it is this worker's turn, its data."""
+class RoundRobin(PickleByValue, IterableDataset[tuple[int, Any]]):
+    """A stream in batches: for each its number of samples and, where it is this worker's turn, its data."""
 
     def __init__(self, data: Any, batch_size: int, worker: int, num_workers: int, make_batch: Collate) -> None:
         self._data = data
         self._batch_size = batch_size
         self._worker = worker
         self._num_workers = num_workers
-        self._make_batch = Answering(make_batch)
+        self._make_batch = ForwardErrors(make_batch)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         with generators_kept():
@@ -167,3 +244,21 @@ class InTurn(Travels, IterableDataset[tuple[int, Any]]):
                 yield len(samples), self._make_batch(samples) if is_own else None
             if len(samples) < self._batch_size:
                 return
+
+
+def round_robin_loader(
+    data: Any,
+    batch_size: int,
+    worker: int,
+    num_workers: int,
+    device: torch.device,
+    num_processes: int,
+    make_batch: Collate,
+) -> DataLoader[Any]:
+    """Every batch of a stream as (number of samples, data); data is None in other workers' turns, but for the first."""
+    stream = RoundRobin(data, batch_size, worker, num_workers, make_batch)
+    return open_loader(stream, device, min(1, num_processes), batch_size=None, collate_fn=_unchanged)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

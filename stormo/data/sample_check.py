@@ -1,7 +1,7 @@
-"""Whether the workers have the same samples: files listed in another order on one node are found out here.
+"""Checks that all workers have the same samples, as where files are listed in another order on one node.
 
-Three samples are read and summed up in a few numbers; last bits may differ between machines. What a data set draws for
-itself, apart from the seeded generators, changes from one reading to the next and is not compared.
+A few samples are compared by a few numbers each, as last bits may differ between machines. A data set that draws other
+numbers than those of the seeded generators changes from one reading to the next, and is not compared.
 """
 
 from __future__ import annotations
@@ -15,39 +15,48 @@ import torch
 from torch import Tensor
 
 from stormo.data.generators import generators_kept, seed_host
-from stormo.data.streaming import read_one
+from stormo.data.reading import read_one
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 
 _TOLERANCE = 1e-3  # of a tensor's mean size
-_Look = dict[str, list[list[Any]]]  # sample -> shape, size, mean and weighted mean of everything in it
+_Digest = list[list[Any]]  # shape, mean size, mean and weighted mean of every value
 
 
 def require_same_samples(world: World, data: Any, *, may_read: bool) -> None:
-    """Raise the same sentence on every worker where one of them has other samples than the main one."""
+    """Raise on every worker where one has other samples than rank 0."""
     if world.size == 1:
         return
-    here = _look(data) if may_read else None
-    found = world.broadcast_object(_first_difference(world.gather_objects(here)))
-    if found is None:
-        return
-    is_still = here is not None and _same(here, _look(data))
-    if not all(world.broadcast_object(world.gather_objects(is_still))):
-        return
-    sample, rank = found
-    raise SettingError(
-        f"a data set was passed to world.loader() whose sample {sample} is another one on rank {rank} than on rank 0",
-        "each worker takes its share of one and the same data",
-        "let it not depend on the worker (sort the files it lists), or say sharded=True if every worker has a part of "
-        "its own",
-    )
+    indices = sorted({0, len(data) // 2, len(data) - 1})
+
+    def read() -> list[Any]:
+        samples = []
+        with generators_kept():
+            for index in indices:
+                seed_host(index)
+                samples.append(read_one(data, index))
+        return samples
+
+    def digests() -> list[_Digest] | None:
+        return _digests(read) if may_read else None
+
+    found = _first_difference(world, digests(), digests)
+    if found is not None:
+        number, rank = found
+        raise SettingError(
+            f"a data set was passed to world.loader() whose sample {indices[number]} is another one on rank {rank} "
+            "than on rank 0",
+            "each worker takes its share of one and the same data",
+            "let it not depend on the worker (sort the files it lists), or say sharded=True if every worker "
+            "has its own part",
+        )
 
 
-def _of_loader(rank: int) -> SettingError:
+def _stream_differs(rank: int) -> SettingError:
     return SettingError(
         f"a stream was passed to world.loader() that starts with another batch on rank {rank} than on rank 0",
         "each worker reads the whole stream and takes its share of every batch",
-        "let it not depend on the worker, or say sharded=True if every worker has a part of its own",
+        "let it not depend on the worker, or say sharded=True if every worker has its own part",
     )
 
 
@@ -55,76 +64,69 @@ def require_same_start(
     world: World,
     batch: Any,
     read_again: Callable[[], Any] | None,
-    refusal: Callable[[int], SettingError] = _of_loader,
+    refusal: Callable[[int], SettingError] = _stream_differs,
 ) -> None:
-    """Raise the same sentence on every worker where the stream of one starts with another batch than the main one's.
+    """Raise on every worker where the stream of one starts with another batch than rank 0's.
 
     Args:
         world: of the workers.
         batch: the first one.
         read_again: gives it a second time; None where a stream can be read but once.
-        refusal: the sentence, for the rank whose stream differs.
+        refusal: the error, for the rank whose stream differs.
     """
     if world.size == 1:
         return
-    here = _summed_up_or_none(batch)
-    found = world.broadcast_object(_first_difference(world.gather_objects(here)))
-    if found is None:
-        return
-    is_still = here is not None and (read_again is None or _same(here, _summed_up_or_none(read_again())))
-    if all(world.broadcast_object(world.gather_objects(is_still))):
+
+    def again() -> list[_Digest] | None:
+        assert read_again is not None
+        second = read_again()  # an error here is the user's to see
+        return _digests(lambda: [second])
+
+    found = _first_difference(world, _digests(lambda: [batch]), again if read_again is not None else None)
+    if found is not None:
         raise refusal(found[1])
 
 
-def _summed_up_or_none(batch: Any) -> _Look | None:
+def _digests(read: Callable[[], list[Any]]) -> list[_Digest] | None:
+    """Those of some samples; None where they cannot be read so: the error shows when their turn comes."""
     try:
-        return {"batch": list(_summed_up(batch))}
+        return [list(_digest(sample)) for sample in read()]
     except Exception:
-        return None  # what cannot be summed up is not compared
+        return None
 
 
-def _first_difference(looks: list[_Look | None] | None) -> tuple[str, int] | None:
-    """Sample and rank, on the main worker; a worker that could not look is passed over."""
-    for rank, look in enumerate(looks or []):
-        assert looks is not None
-        main = looks[0]
-        for sample in main or ():
-            if main is not None and look is not None and not _same({sample: main[sample]}, {sample: look[sample]}):
-                return sample, rank
-    return None
+def _first_difference(
+    world: World, here: list[_Digest] | None, again: Callable[[], list[_Digest] | None] | None
+) -> tuple[int, int] | None:
+    """Sample and rank that differ from rank 0's, if all read the same a second time; ranks that cannot read pass."""
+    every = world.gather_objects(here)
+    differences = [
+        (number, rank)
+        for rank, theirs in enumerate(every or [])
+        if every and every[0] is not None and theirs is not None
+        for number, (main, other) in enumerate(zip(every[0], theirs, strict=True))
+        if not _same(main, other)
+    ]
+    found = world.broadcast_object(differences[0] if differences else None)
+    if found is None:
+        return None
+    second = here if again is None else again()
+    is_stable = here is not None and second is not None and all(map(_same, here, second))
+    is_certain = all(world.broadcast_object(world.gather_objects(is_stable)))
+    return (found[0], found[1]) if is_certain else None
 
 
-def _same(first: _Look, second: _Look | None) -> bool:
-    return second is not None and all(
-        len(values) == len(second[sample])
-        and all(
-            a[0] == b[0] and all(abs(x - y) <= _TOLERANCE * max(a[1], b[1]) for x, y in zip(a[1:], b[1:], strict=True))
-            for a, b in zip(values, second[sample], strict=True)
-        )
-        for sample, values in first.items()
+def _same(first: _Digest, second: _Digest) -> bool:
+    return len(first) == len(second) and all(
+        a[0] == b[0] and all(abs(x - y) <= _TOLERANCE * max(a[1], b[1]) for x, y in zip(a[1:], b[1:], strict=True))
+        for a, b in zip(first, second, strict=True)
     )
 
 
-def _look(data: Any) -> _Look | None:
-    """The first, the middle and the last sample in numbers, or None where they cannot be read so."""
-    found: _Look = {}
-    try:
-        with generators_kept():
-            for index in sorted({0, len(data) // 2, len(data) - 1}):
-                seed_host(index)
-                found[str(index)] = list(_summed_up(read_one(data, index)))
-    except Exception:
-        return None  # it is read again when its turn comes, and the error shows then
-    return found
-
-
-def _summed_up(value: Any) -> Iterator[list[Any]]:
-    if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _summed_up(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _summed_up(part)
+def _digest(value: Any) -> Iterator[list[Any]]:
+    if isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _digest(part)
     elif (
         isinstance(value, numbers.Real)
         or (isinstance(value, Tensor) and not value.is_complex())

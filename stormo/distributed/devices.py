@@ -8,76 +8,76 @@ from collections.abc import Sequence
 import torch
 
 from stormo.distributed.store import Store
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.launch import RankInfo
 from stormo.system.hardware import num_cores
 
-# Launchers that start the workers of a node from one process, in its own environment.
+# Launchers that start all workers of a node from one process, in its environment.
 _SHOW_ALL_THE_SAME = ("alone", "local", "torchrun")
 
 
 def device_of(
-    device_type: str, place: RankInfo, store: Store | None = None, *, may_share: bool = False
+    device_type: str, rank_info: RankInfo, store: Store | None = None, *, may_share: bool = False
 ) -> torch.device:
     """The device of a worker: its own GPU, or the CPU.
 
     Args:
-        store: where the workers of a node tell one another which GPUs each of them sees.
+        store: in which the workers of a node share which GPUs each of them sees.
         may_share: whether several workers may take one GPU.
     """
     if device_type == "cpu":
         return torch.device("cpu")
     num_visible = torch.cuda.device_count()
-    if place.launcher == "env" and place.local_size == 1 and store is not None and not may_share:
-        _require_own_gpu(place, store)
-    all_see_enough = place.launcher in _SHOW_ALL_THE_SAME and num_visible >= place.local_size
-    if all_see_enough or place.local_size == 1 or store is None or may_share:
-        return torch.device("cuda", place.local_rank % num_visible)
-    # All workers of a node come here or none of them, since under srun what one sees does not tell what the others do.
-    signed = store.signed(f"devices/{place.node_id}")
-    signed.put(str(place.local_rank), _identities(num_visible))
-    told = signed.get_all([str(local_rank) for local_rank in range(place.local_size)], store.timeout)
-    return torch.device("cuda", choose_gpus(told, place.host)[place.local_rank])
+    if rank_info.launcher == "env" and rank_info.local_size == 1 and store is not None and not may_share:
+        _require_own_gpu(rank_info, store)
+    all_see_enough = rank_info.launcher in _SHOW_ALL_THE_SAME and num_visible >= rank_info.local_size
+    if all_see_enough or rank_info.local_size == 1 or store is None or may_share:
+        return torch.device("cuda", rank_info.local_rank % num_visible)
+    # All workers of a node reach this or none: under srun, each may see other GPUs.
+    signed = store.signed(f"devices/{rank_info.node_id}")
+    signed.put(str(rank_info.local_rank), _identities(num_visible))
+    visible = signed.get_all([str(local_rank) for local_rank in range(rank_info.local_size)], store.timeout)
+    return torch.device("cuda", choose_gpus(visible, rank_info.host)[rank_info.local_rank])
 
 
-def _require_own_gpu(place: RankInfo, store: Store) -> None:
-    """Refuse two ranks that share a GPU because nobody told them that they are on one host."""
+def _require_own_gpu(rank_info: RankInfo, store: Store) -> None:
+    """Refuse two ranks on one GPU that do not know that they share a host."""
     signed = store.signed("devices")
-    signed.put(str(place.rank), [place.host, *_identities(1)])
-    told = signed.get_all([str(rank) for rank in range(place.world_size)], store.timeout)
-    others = [rank for rank, gpu in enumerate(told) if rank != place.rank and gpu == told[place.rank]]
+    signed.put(str(rank_info.rank), [rank_info.host, *_identities(1)])
+    gpus = signed.get_all([str(rank) for rank in range(rank_info.world_size)], store.timeout)
+    others = [rank for rank, gpu in enumerate(gpus) if rank != rank_info.rank and gpu == gpus[rank_info.rank]]
     if others:
-        first, second = sorted((place.rank, others[0]))
+        first, second = sorted((rank_info.rank, others[0]))
         raise SettingError(
-            f"RANK={first} and RANK={second} were started on host {place.host} without LOCAL_RANK",
+            f"RANK={first} and RANK={second} were started on host {rank_info.host} without LOCAL_RANK",
             "both would take its first GPU",
             "set LOCAL_RANK and LOCAL_WORLD_SIZE too, or start them by torchrun",
         )
 
 
 def choose_gpus(seen: Sequence[Sequence[str]], host: str) -> list[int]:
-    """For every worker of a node, the index of its GPU among those it sees, so that no two take the same.
+    """For every worker of a node, the index of its GPU among those it sees; no two take the same.
 
-    srun's --gpu-bind shows each task some of the GPUs of its node: one of its own, those of its socket, or any others.
+    srun's --gpu-bind shows each task any of the GPUs of its node.
     """
     owner: dict[str, int] = {}
 
-    def settle(worker: int, tried: set[str]) -> bool:
+    def assign(worker: int, tried: set[str]) -> bool:
         for gpu in sorted(seen[worker], key=lambda gpu: gpu in owner):  # a free one first
             if gpu in tried:
                 continue
             tried.add(gpu)
-            if gpu not in owner or settle(owner[gpu], tried):  # who had it may have another choice
+            if gpu not in owner or assign(owner[gpu], tried):  # its worker may have another choice
                 owner[gpu] = worker
                 return True
         return False
 
     for worker in range(len(seen)):
-        if not settle(worker, set()):
+        if not assign(worker, set()):
             num_gpus = len({gpu for gpus in seen for gpu in gpus})
             raise SettingError(
-                f"{counted(len(seen), 'worker')} were started on host {host}",
-                f"they see {counted(num_gpus, 'GPU')}, and not each of them can have one of its own",
+                f"{pluralize(len(seen), 'worker')} were started on host {host}",
+                f"they see {pluralize(num_gpus, 'GPU')}, and each worker needs one",
                 "ask Slurm for --gpus-per-task=1, or drop --gpu-bind, or set --backend gloo to let workers share a GPU",
             )
     chosen = {worker: gpu for gpu, worker in owner.items()}
@@ -85,14 +85,14 @@ def choose_gpus(seen: Sequence[Sequence[str]], host: str) -> list[int]:
 
 
 def _identities(num_visible: int) -> list[str]:
-    """The ids of the visible GPUs, the same for every process of a node; MIG parts of one GPU have ids of their own."""
+    """The ids of the visible GPUs, the same for every process of a node; MIG instances have their own ids."""
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.startswith("MIG-")]
     if len(named) == num_visible:
         return named
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(num_visible)]
 
 
-def share_cores(place: RankInfo) -> None:
-    """Limit torch's threads to this worker's share of the cores, unless the user or the launcher has given it some."""
-    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ and num_cores() == os.cpu_count():
-        torch.set_num_threads(max(1, num_cores() // place.local_size))
+def share_cores(rank_info: RankInfo) -> None:
+    """Limit torch's threads to this worker's share of the cores, unless the user or the launcher sets them."""
+    if rank_info.local_size > 1 and "OMP_NUM_THREADS" not in os.environ and num_cores() == os.cpu_count():
+        torch.set_num_threads(max(1, num_cores() // rank_info.local_size))

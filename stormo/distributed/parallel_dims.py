@@ -1,7 +1,7 @@
-"""The workers along the axes of the mesh: with whom this one shares its samples, its weights, its layers.
+"""The workers along the axes of the mesh, and the collectives among them. Built on torch's DeviceMesh.
 
-Built on torch's DeviceMesh. Every set of axes gives a group: the workers that differ from this one along these axes
-alone, with the collectives among them. A group of one worker does not communicate.
+Every set of axes gives a subgroup: the workers whose coordinates differ from this one's only along these axes. A
+subgroup of one worker does not communicate.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from stormo.config.mesh import AXES, Mesh
 
 DATA, MODEL = ("replicate", "shard"), ("pipeline", "shard", "tensor")
-# torch 2.13 renamed both.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SubGroup:
-    """Workers that differ along some axes only: this one's rank among them, and their collectives."""
+    """Workers along some axes: this one's rank among them, and their collectives."""
 
     def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
-        self.group = group  # None where there is nobody else
+        self.group = group  # None for one worker
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum in place."""
@@ -47,16 +46,11 @@ class SubGroup:
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
         """Every worker's tensor, one after the other, on all."""
-        _gather(received.view(-1), sent.view(-1), group=self.group)  # flat, as Gloo wants them
-
-    def scatter_sum(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Start a reduce-scatter: every worker receives the sum of its piece."""
-        work: dist.Work = _scatter(received.view(-1), sent.view(-1), group=self.group, async_op=True)
-        return work
+        _all_gather(received.view(-1), sent.view(-1), group=self.group)  # flat, as Gloo wants them
 
 
 class ParallelDims:
-    """The mesh of a run, seen from one worker. All workers make it, and ask it for the same groups in one order."""
+    """The mesh of a run, seen from one worker. All workers ask for the same subgroups in the same order."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
         self.mesh = mesh
@@ -65,59 +59,59 @@ class ParallelDims:
         self._device = device
         self._timeout = timeout
         self._devices: DeviceMesh | None = None
-        self._lines: dict[tuple[str, ...], SubGroup] = {}
+        self._subgroups: dict[tuple[str, ...], SubGroup] = {}
 
     @property
     def devices(self) -> DeviceMesh:
-        """torch's mesh of the axes with several workers and of `shard`, which torch's sharding asks for in any case."""
+        """torch's mesh of the axes with several workers and of `shard`, which torch's sharding always needs."""
         if self._devices is None:
             axes = tuple(axis for axis in AXES if axis == "shard" or getattr(self.mesh, axis) > 1)
             ranks = torch.arange(self.mesh.size).view([getattr(self.mesh, axis) for axis in axes])
-            # Groups of our own: those that torch's mesh would make have torch's own timeout.
+            # Groups made here: those of torch's mesh would have torch's default timeout.
             groups = [self._group((axis,)) for axis in axes]
             self._devices = DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=axes)
         return self._devices
 
     def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """A new group of the workers along these axes, or that of all. All workers call it."""
-        groups = [list(self.ranks(axes, dict(zip(AXES, at, strict=True)))) for at in self._corners(axes)]
+        """A new process group of the workers along these axes, or that of all workers. All workers call it."""
+        groups = [list(self.ranks(axes, dict(zip(AXES, at, strict=True)))) for at in self._origins(axes)]
         if len(groups) == 1:
             assert dist.group.WORLD is not None, "the process group exists"
             return dist.group.WORLD
         mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
         return mine
 
-    def line(self, *axes: str) -> SubGroup:
+    def subgroup(self, *axes: str) -> SubGroup:
         """The workers along these axes. All workers call it."""
         key = tuple(axis for axis in AXES if axis in axes)
-        if key not in self._lines:
-            self._lines[key] = self._make(key)
-        return self._lines[key]
+        if key not in self._subgroups:
+            self._subgroups[key] = self._make(key)
+        return self._subgroups[key]
 
     def _make(self, axes: tuple[str, ...]) -> SubGroup:
         ranks = self.ranks(axes, self.at)
-        long = [axis for axis in axes if getattr(self.mesh, axis) > 1]
+        used = [axis for axis in axes if getattr(self.mesh, axis) > 1]
         if len(ranks) == 1:
             return SubGroup(ranks, self.rank, None)
-        is_own_axis = len(long) == 1 and len(ranks) < self.mesh.size
-        group = self.devices.get_group(long[0]) if is_own_axis else self._group(axes)
+        is_own_axis = len(used) == 1 and len(ranks) < self.mesh.size
+        group = self.devices.get_group(used[0]) if is_own_axis else self._group(axes)
         return SubGroup(ranks, self.rank, group)
 
     def ranks(self, axes: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
-        """The ranks along these axes, through a place in the mesh."""
+        """The ranks along these axes through a coordinate of the mesh."""
         spans = [
             range(size) if axis in axes else range(at[axis], at[axis] + 1)
             for axis, size in zip(AXES, self.mesh.sizes, strict=True)
         ]
-        return tuple(self._rank(place) for place in itertools.product(*spans))
+        return tuple(self._rank_at(coordinates) for coordinates in itertools.product(*spans))
 
-    def _corners(self, axes: Sequence[str]) -> itertools.product[tuple[int, ...]]:
+    def _origins(self, axes: Sequence[str]) -> itertools.product[tuple[int, ...]]:
         return itertools.product(
             *(range(1 if axis in axes else size) for axis, size in zip(AXES, self.mesh.sizes, strict=True))
         )
 
-    def _rank(self, place: Sequence[int]) -> int:
+    def _rank_at(self, coordinates: Sequence[int]) -> int:
         rank = 0
-        for index, size in zip(place, self.mesh.sizes, strict=True):
+        for index, size in zip(coordinates, self.mesh.sizes, strict=True):
             rank = rank * size + index
         return rank

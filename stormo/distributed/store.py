@@ -1,4 +1,4 @@
-"""The key-value store in which the workers of a job meet, and the errors for a peer that is gone."""
+"""The key-value store of the workers of a job, and the errors for a lost peer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from stormo.errors import StormoError
 from stormo.launch import AddressBook, RankInfo, StoreAddress
 from stormo.launch.address import listen, listening_address
 from stormo.launch.auth import job_secret
-from stormo.launch.peer_loss import PeerLoss, is_file_timeout, peer_loss
 from stormo.launch.rendezvous import BACKLOG, inherited_store_address
+from stormo.launch.torch_errors import PeerLoss, is_file_store_timeout, peer_loss
 
 _MOST_BYTES = 1 << 20  # of a value
 _CODE_SIZE = 64
-_WHERE = "stormo/where"
+_ADDRESS_KEY = "stormo/where"
 
 
 class PeerFailedError(StormoError):
-    """Another worker failed in something that this one waited for."""
+    """Another worker failed while this one waited for it."""
 
     def __init__(self, text: str, loss: PeerLoss | None = None) -> None:
         super().__init__(text)
@@ -34,7 +34,7 @@ class PeerFailedError(StormoError):
 
 
 class PeerMissingError(dist.DistError):
-    """Another worker is gone, or has not come in time; torch would only say so in its text."""
+    """Another worker is gone or late; torch says so only in its text."""
 
     def __init__(self, text: str, loss: PeerLoss) -> None:
         super().__init__(text)
@@ -42,30 +42,30 @@ class PeerMissingError(dist.DistError):
 
 
 class Store:
-    """torch's store, opened where the ranks meet.
+    """torch's store.
 
     On one node it is a FileStore in memory that only these ranks have. Between nodes it is a TCPStore, which anybody
-    can read and write who reaches rank 0: what stormo itself reads from it is signed. Rank 0 listens on the master
-    address alone. torch's own server would listen on every interface, so it gets a socket that is already bound.
+    who reaches rank 0 can read and write: stormo's own values in it are signed. Rank 0 listens on the master address
+    only. torch's server would listen on every interface, so it gets a bound socket.
     """
 
-    def __init__(self, place: RankInfo, timeout_s: float, at: StoreAddress | None = None) -> None:
-        """`at` is what rank 0 told; without, what the agent of this node has left in the environment."""
+    def __init__(self, rank_info: RankInfo, timeout_s: float, at: StoreAddress | None = None) -> None:
+        """`at` comes from rank 0; without it, the address is in the environment, from the agent of this node."""
         self.timeout = timedelta(seconds=timeout_s)
-        at = at or inherited_store_address(place, os.environ)
-        self._store = dist.PrefixStore("stormo", self._open(place, at))
+        at = at or inherited_store_address(rank_info, os.environ)
+        self._store = dist.PrefixStore("stormo", self._open(rank_info, at))
         self._key = b"" if at.memory is not None else job_secret(os.environ, at.port)
 
-    def _open(self, place: RankInfo, at: StoreAddress) -> dist.Store:
+    def _open(self, rank_info: RankInfo, at: StoreAddress) -> dist.Store:
         if at.memory is not None:
-            # FileStore opens the path again at every use and at its end: it gets a descriptor that is never closed.
+            # FileStore opens the path at every use and at its end: the descriptor is never closed.
             store = dist.FileStore(f"/proc/self/fd/{os.dup(at.memory)}")
             store.set_timeout(self.timeout)
             return store
-        if place.is_main:
+        if rank_info.is_main:
             descriptor = at.listener
             if descriptor is None:
-                number = listening_address(at.address, all_on_this_host=place.all_on_this_host)
+                number = listening_address(at.address, all_on_this_host=rank_info.all_on_this_host)
                 descriptor = listen(number, at.port, backlog=BACKLOG).detach()  # the store owns it from here
             return dist.TCPStore(
                 at.address,
@@ -79,23 +79,23 @@ class Store:
             return dist.TCPStore(at.address, at.port, is_master=False, timeout=self.timeout)
         except dist.DistError:
             raise StormoError(
-                f"rank {place.rank} waited {self.timeout.total_seconds():g} s for rank 0 at {at.address} port "
+                f"rank {rank_info.rank} waited {self.timeout.total_seconds():g} s for rank 0 at {at.address} port "
                 f"{at.port}, which did not answer; check that every rank was started, and --master-addr, or raise "
                 "--timeout."
             ) from None
 
     def shared(self, prefix: str) -> dist.Store:
-        """A part of the store with names of its own."""
+        """A part of the store with its own names."""
         return dist.PrefixStore(prefix, self._store)
 
     def signed(self, prefix: str, *, own_connection: bool = False) -> SignedStore:
-        """A part of the store that only the workers of this job can write; `own_connection` where a call may hang."""
+        """A part of the store that only workers of this job can write; `own_connection` if a call may hang."""
         shared: Any = self.shared(prefix)
         return SignedStore(shared.clone() if own_connection else shared, prefix, self._key)
 
 
 class SignedStore:
-    """JSON-able values in a store, each signed for its name by a worker of this job."""
+    """JSON-able values in a store, each signed with its name by a worker of this job."""
 
     def __init__(self, store: dist.Store, prefix: str, key: bytes) -> None:
         self._store, self._prefix, self._key = store, prefix, key
@@ -114,15 +114,16 @@ class SignedStore:
         with within(timeout):
             self._store.wait(list(names), timeout)
             return [
-                self._checked(name, said) for name, said in zip(names, self._store.multi_get(list(names)), strict=True)
+                self._verified(name, signed)
+                for name, signed in zip(names, self._store.multi_get(list(names)), strict=True)
             ]
 
-    def _checked(self, name: str, said: bytes) -> Any:
-        code, text = said[:_CODE_SIZE], said[_CODE_SIZE:]
-        if len(said) > _MOST_BYTES or not hmac.compare_digest(code, self._code(name, text)):
+    def _verified(self, name: str, signed: bytes) -> Any:
+        code, text = signed[:_CODE_SIZE], signed[_CODE_SIZE:]
+        if len(signed) > _MOST_BYTES or not hmac.compare_digest(code, self._code(name, text)):
             raise StormoError(
-                f"somebody who is no worker of this job has written {self._prefix}/{name} into the store where its "
-                "workers meet; start the job on a network that others cannot reach (docs/security.md)."
+                f"somebody who is no worker of this job has written {self._prefix}/{name} into its store; start the "
+                "job on a network that others cannot reach (docs/security.md)."
             )
         return json.loads(text)
 
@@ -139,46 +140,46 @@ class SignedStore:
 
 
 class AgentAddressBook:
-    """The store that torchrun's agent serves at the master port: rank 0 says there at which address it listens.
+    """The store of torchrun's agent at the master port, in which rank 0 writes the address at which it listens.
 
-    It keeps what earlier rounds have left in it, and no variable tells one round from the next on all nodes: an address
-    at which nobody knows the secret of the job is an earlier round's, or a stranger's.
+    It keeps values of earlier rounds, and no variable tells the rounds apart on all nodes. An address at which nobody
+    knows the secret of the job is of an earlier round or unauthenticated.
     """
 
-    def __init__(self, place: RankInfo, timeout_s: float) -> None:
+    def __init__(self, rank_info: RankInfo, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timeout)
+        self._store = dist.TCPStore(rank_info.master_addr, rank_info.master_port, is_master=False, timeout=timeout)
 
     def write(self, text: str) -> None:
-        """Say where rank 0 listens."""
-        self._store.set(_WHERE, text)
+        """Write where rank 0 listens."""
+        self._store.set(_ADDRESS_KEY, text)
 
     def read(self) -> str:
-        """What was said last; empty where nothing was, or the agent is gone, which ends this rank soon."""
+        """The last address; empty if there is none or the agent is gone, which soon ends this rank."""
         with contextlib.suppress(dist.DistError):
-            if self._store.check([_WHERE]):
-                return self._store.get(_WHERE).decode("ascii", "replace")
+            if self._store.check([_ADDRESS_KEY]):
+                return self._store.get(_ADDRESS_KEY).decode("ascii", "replace")
         return ""
 
 
-def address_book_of(place: RankInfo, timeout_s: float) -> AddressBook | None:
-    """Where the ranks of torchrun find rank 0; None where rank 0 itself listens at the master port."""
-    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-    return AgentAddressBook(place, timeout_s) if is_served and place.world_size > 1 else None
+def address_book_of(rank_info: RankInfo, timeout_s: float) -> AddressBook | None:
+    """Where the ranks of torchrun find rank 0; None if rank 0 itself listens at the master port."""
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and rank_info.launcher == "torchrun"
+    return AgentAddressBook(rank_info, timeout_s) if is_served and rank_info.world_size > 1 else None
 
 
 @contextlib.contextmanager
 def within(timeout: timedelta) -> Iterator[None]:
-    """Raise the same where a store in a file gives up as where one at a port does, with the time that was waited."""
+    """Raise PeerMissingError if a FileStore times out, as a TCPStore raises DistError."""
     try:
         yield
     except RuntimeError as error:
-        if not is_file_timeout(error):
+        if not is_file_store_timeout(error):
             raise
         waited_s = timeout.total_seconds()
         raise PeerMissingError(f"wait timeout after {1000 * waited_s:.0f}ms", PeerLoss(waited_s=waited_s)) from None
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether an error only says that another worker is gone, and so is not the cause of anything."""
+    """Whether an error only says that another worker is gone, so that it is not the root cause."""
     return peer_loss(error) is not None

@@ -1,6 +1,6 @@
-"""Who am I, whom do I talk to, on which device: the process group and the collectives of a run.
+"""The process group and the collectives of a run, and the device of this worker.
 
-With one worker every collective returns at once and no process group exists.
+With one worker every collective returns at once, and there is no process group.
 """
 
 from __future__ import annotations
@@ -30,19 +30,15 @@ from stormo.launch.address import interface_towards
 from stormo.launch.rank_info import RankInfo
 
 _Result = TypeVar("_Result")
-_BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
-_FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
-
-
-_MANY_WORKERS = 128  # from here on a vote in one sum, whose messages go round a ring of all workers, takes too long
+_COALESCED_BYTES = 2**25  # of small tensors that are sent as one message
+_LONG_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead worker ends the job by other means
+_MANY_WORKERS = 128  # from here on, an all-reduce round a ring of all workers takes too long for a vote
 _RELEASE_S = 0.05
-Levels = tuple[
-    dist.ProcessGroup, dist.ProcessGroup
-]  # of this worker: its neighbours, and those of its number elsewhere
+Levels = tuple[dist.ProcessGroup, dist.ProcessGroup]  # its neighbours, and their counterparts elsewhere
 
 
 def level_width(num_workers: int) -> int:
-    """Workers of the first stage of a sum: the largest divisor of their number up to its square root."""
+    """Workers in a group of the first level: the largest divisor of their number up to its square root."""
     return next(width for width in range(math.isqrt(num_workers), 0, -1) if num_workers % width == 0)
 
 
@@ -51,7 +47,7 @@ class World:
 
     def __init__(
         self,
-        place: RankInfo,
+        rank_info: RankInfo,
         device: torch.device,
         *,
         store: Store | None = None,
@@ -61,20 +57,20 @@ class World:
         data_axes: Sequence[str] = DATA,
         needs_group: bool = False,
     ) -> None:
-        self.place = place
-        self.rank = place.rank
-        self.size = place.world_size
+        self.rank_info = rank_info
+        self.rank = rank_info.rank
+        self.size = rank_info.world_size
         self.device = device
-        self.is_main = place.rank == 0
-        self._num_fetches = 0
-        self._boards: list[StatusTable] = []
+        self.is_main = rank_info.rank == 0
+        self._num_waits = 0
+        self._tables: list[StatusTable] = []
         self._levels: Levels | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
-        self._signed = store.signed("words") if store else None
-        self._has_group = self.size > 1 or needs_group  # torch's sharding asks for one even of a single worker
-        self.timeout = timedelta(seconds=timeout_s)  # of a worker that waits for the others
+        self._signed = store.signed("world") if store else None
+        self._has_group = self.size > 1 or needs_group  # torch's sharding needs one even for a single worker
+        self.timeout = timedelta(seconds=timeout_s)
         if self._has_group:
             self._join(backend, self.timeout)
         self.arrange(Mesh(replicate=self.size) if mesh is None else mesh, data_axes)
@@ -83,17 +79,21 @@ class World:
         """Set the mesh, and the axes along which workers take different samples. All workers call it."""
         self.mesh = mesh
         self._data_axes = tuple(data_axes)
-        self.grid = ParallelDims(mesh, self.rank, self.device, self.timeout)
-        self.data = self.grid.line(*self._data_axes)
+        self.parallel_dims = ParallelDims(mesh, self.rank, self.device, self.timeout)
+        self.data = self.parallel_dims.subgroup(*self._data_axes)
 
     def _join(self, backend: str, timeout: timedelta) -> None:
-        # Tensors on the CPU always travel by Gloo, so that counters and votes never wait for a GPU.
+        # CPU tensors always use Gloo, so that counters and votes never wait for a GPU.
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-        # Gloo would listen where this host's name leads, which on many systems is a loopback address, or nowhere.
-        interface = "lo" if self.place.all_on_this_host else interface_towards(self.place.master_addr, self.place.peer)
+        # Gloo would listen at the address of the host's name, which is often a loopback address or none.
+        interface = (
+            "lo"
+            if self.rank_info.all_on_this_host
+            else interface_towards(self.rank_info.master_addr, self.rank_info.peer)
+        )
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if self.place.all_on_this_host:
+        if self.rank_info.all_on_this_host:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         with within(timeout):
             dist.init_process_group(
@@ -109,22 +109,22 @@ class World:
     @property
     def samplers(self) -> tuple[int, ...]:
         """One rank for each part of a batch."""
-        return self.grid.ranks(self._data_axes, self.mesh.coordinates(0))
+        return self.parallel_dims.ranks(self._data_axes, self.mesh.coordinates(0))
 
     @property
-    def draws(self) -> int:
+    def random_stream(self) -> int:
         """The index of this worker's random stream; tensor-parallel peers share one."""
         return self.rank if "tensor" in self._data_axes else self.rank // self.mesh.tensor
 
     @contextmanager
     def once_per_node(self) -> Iterator[bool]:
-        """Yield True in one process of each node; the others get False when it has finished, or its error."""
-        self._num_fetches += 1
-        if self._signed is None or self.place.local_size == 1:
+        """Yield True in one process of each node; in the others False once it has finished, or raise its error."""
+        self._num_waits += 1
+        if self._signed is None or self.rank_info.local_size == 1:
             yield True
             return
-        key = f"fetch/{self._num_fetches}/{self.place.node_id}"
-        if self.place.local_rank == 0:
+        key = f"fetch/{self._num_waits}/{self.rank_info.node_id}"
+        if self.rank_info.local_rank == 0:
             try:
                 yield True
             except BaseException as error:
@@ -132,32 +132,34 @@ class World:
                 raise
             self._signed.put(key, "")
             return
-        failure = self._signed.get(key, _FETCH_TIMEOUT)
+        failure = self._signed.get(key, _LONG_TIMEOUT)
         if failure:
-            raise PeerFailedError(f"rank {self.rank - self.place.local_rank} failed while this one waited: {failure}")
+            raise PeerFailedError(
+                f"rank {self.rank - self.rank_info.local_rank} failed while this one waited: {failure}"
+            )
         yield False
 
     def on_each_node(self, work: Callable[[], Any]) -> Any:
-        """Run on one process of each node; its JSON-able result on all of that node, once every node is done."""
+        """Run on one process of each node; return its JSON-able result on that node, once every node is done."""
         with self.once_per_node() as is_mine:
             result = work() if is_mine else None
         if self._signed is None:
             return result
-        # Through the store, which waits longer than a collective for a node that is slower than the others.
-        key = f"node/{self._num_fetches}"
+        # Through the store, which waits longer than a collective.
+        key = f"node/{self._num_waits}"
         if is_mine:
-            self._signed.put(f"{key}/{self.place.node_id}", result)
-            if self._signed.count(f"{key}/done") == self.place.num_nodes:
+            self._signed.put(f"{key}/{self.rank_info.node_id}", result)
+            if self._signed.count(f"{key}/done") == self.rank_info.num_nodes:
                 self._signed.put(f"{key}/all", "")
-        self._signed.get(f"{key}/all", _FETCH_TIMEOUT)
-        return self._signed.get(f"{key}/{self.place.node_id}", _FETCH_TIMEOUT)
+        self._signed.get(f"{key}/all", _LONG_TIMEOUT)
+        return self._signed.get(f"{key}/{self.rank_info.node_id}", _LONG_TIMEOUT)
 
     def on_rank_0(self, work: Callable[[], _Result]) -> _Result | None:
-        """Run on rank 0 while the others wait as long as it takes; an error there is raised by all."""
+        """Run on rank 0 while the others wait as long as it takes; all raise its error."""
         if self.size == 1:
             return work()
-        self._num_fetches += 1
-        key = f"main/{self._num_fetches}"
+        self._num_waits += 1
+        key = f"main/{self._num_waits}"
         assert self._signed is not None
         if self.is_main:
             try:
@@ -171,18 +173,18 @@ class World:
             self._signed.put(key, None)
             return result
         # Through the store, which waits longer than a collective.
-        failure = self._signed.get(key, _FETCH_TIMEOUT)
+        failure = self._signed.get(key, _LONG_TIMEOUT)
         if failure is not None:
             text, exit_code = failure
             if exit_code is None:
                 raise PeerFailedError(f"rank 0 failed while this one waited: {text}")
-            error_there = StormoError(text)
-            error_there.exit_code = exit_code
-            raise error_there
+            their_error = StormoError(text)
+            their_error.exit_code = exit_code
+            raise their_error
         return None
 
     def from_rank_0(self, work: Callable[[], Any]) -> Any:
-        """Run on rank 0; its JSON-able result on all workers, which wait as long as it takes."""
+        """Run on rank 0; return its JSON-able result on all workers, which wait as long as it takes."""
         return self.broadcast_object(self.on_rank_0(work))
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -234,30 +236,30 @@ class World:
             [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()]
         )
         shared: dict[str, Tensor] = {}
-        bundle, room_bytes = list[Tensor](), _BUNDLE_BYTES
+        waiting, free_bytes = list[Tensor](), _COALESCED_BYTES
         for name, dtype, shape in described:
             if tensors is not None and self.is_main:
                 tensor = tensors[name].detach().cpu().contiguous()
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             shared[name] = tensor
-            bundle.append(tensor)
-            room_bytes -= tensor.nbytes
-            if room_bytes <= 0:
-                self._broadcast_together(bundle)
-                bundle, room_bytes = [], _BUNDLE_BYTES
-        self._broadcast_together(bundle)
+            waiting.append(tensor)
+            free_bytes -= tensor.nbytes
+            if free_bytes <= 0:
+                self._broadcast_coalesced(waiting)
+                waiting, free_bytes = [], _COALESCED_BYTES
+        self._broadcast_coalesced(waiting)
         return shared
 
-    def _broadcast_together(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcast tensors of the CPU in place, as one message."""
+    def _broadcast_coalesced(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast CPU tensors in place, as one message."""
         raw = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         if len(raw) == 1:
             self.broadcast(raw[0])
         elif raw:
             message = self.broadcast(torch.cat(raw))
-            for place, piece in zip(raw, message.split([len(each) for each in raw]), strict=True):
-                place.copy_(piece)
+            for tensor, received in zip(raw, message.split([len(each) for each in raw]), strict=True):
+                tensor.copy_(received)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
         """Every worker's bytes, in the order of ranks, on rank 0; None on the others."""
@@ -270,7 +272,7 @@ class World:
             if payload:
                 dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=0)
             return None
-        # One after the other, as long as each is: a collective would pad all of them to the longest.
+        # One after the other: a collective would pad all of them to the longest.
         return [payload, *(self._received(rank, int(lengths[rank])) for rank in range(1, self.size))]
 
     def _received(self, rank: int, length: int) -> bytes:
@@ -280,7 +282,7 @@ class World:
         return bytes(content.numpy())
 
     def scatter_bytes(self, payload_of: Callable[[int], bytes] | None) -> bytes:
-        """What rank 0 makes for this worker; it holds one worker's bytes at a time. All workers call it."""
+        """The bytes that rank 0 makes for this worker, one worker at a time. All workers call it."""
         if not self.is_main:
             length = torch.zeros(1, dtype=torch.int64)
             dist.recv(length, src=0)
@@ -294,7 +296,7 @@ class World:
         return payload_of(0)
 
     def require_same(self, values: Mapping[str, Any]) -> None:
-        """Raise the same sentence on every worker if a value differs from rank 0's on one of them."""
+        """Raise the same error on every worker if a value differs from rank 0's on one of them."""
         gathered = self.gather_objects(dict(values))
         differs: list[str] | None = None
         for rank, theirs in enumerate(gathered or []):
@@ -312,17 +314,17 @@ class World:
         return None if gathered is None else [json.loads(payload) for payload in gathered]
 
     def store_put(self, name: str, value: Any) -> None:
-        """Put a JSON-able value into the store, without waiting; nothing happens if rank 0 is gone."""
+        """Put a JSON-able value into the store, without waiting; does nothing if rank 0 is gone."""
         if self._signed is not None:
             with contextlib.suppress(dist.DistError):
                 self._signed.put(f"left/{name}", value)
 
-    def words(self, names: Sequence[str], timeout_s: float) -> list[Any]:
-        """The values of these names in the store, each None if it is not there within so many seconds in all."""
+    def store_get(self, names: Sequence[str], timeout_s: float) -> list[Any]:
+        """The values of these names in the store, each None if it is not there within a total time."""
         deadline, found = time.monotonic() + timeout_s, list[Any]()
         for name in names:
             try:
-                assert self._signed is not None, "only several workers have something to tell"
+                assert self._signed is not None, "one worker has no store"
                 left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
                 found.append(self._signed.get(f"left/{name}", left))
             except dist.DistError:
@@ -330,7 +332,7 @@ class World:
         return found
 
     def levels(self, least_workers: int = _MANY_WORKERS) -> Levels | None:
-        """Groups for a sum in two stages of a few workers each; None where one stage does. All workers call it."""
+        """Groups for a sum in two levels; None if one level is enough. All workers call it."""
         width = level_width(self.size)
         if self.size < least_workers or width < 2:
             return None
@@ -343,18 +345,18 @@ class World:
             self._levels = mine[0], mine[1]
         return self._levels
 
-    def board(self) -> StatusTable:
-        """A new table for a few numbers from all to all. All workers call it."""
-        self._boards.append(StatusTable(self))
-        return self._boards[-1]
+    def status_table(self) -> StatusTable:
+        """A new table for a few numbers of all workers. All workers call it."""
+        self._tables.append(StatusTable(self))
+        return self._tables[-1]
 
     def close(self) -> None:
         """Leave the process group."""
-        for board in self._boards:
-            board.close()
+        for table in self._tables:
+            table.close()
         if self._has_group and dist.is_initialized():
             dist.destroy_process_group()
-            # Gloo's threads need the GIL to release their last tensors and abort if the interpreter ends before.
+            # Gloo's threads need the GIL to release their last tensors, and abort if the interpreter ends before that.
             # torch has no call that waits for them.
             time.sleep(_RELEASE_S)
 
@@ -362,74 +364,74 @@ class World:
 def _keep_groups() -> None:
     """Keep a forked process from destroying the groups at its end: it would wait for threads that it does not have.
 
-    torch has no public call that lists the groups or keeps them.
+    torch has no public call for that.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class AsyncAllReduce:
-    """A sum, and the largest of the proposed numbers, over all workers: cast at the start of a step, read at its end.
+    """A sum, and the largest of proposed numbers, over all workers: started in a step, read at its end.
 
-    The all-reduce runs in the background while the step computes, and every worker reads the same outcome at the
-    same step. With a lag it is the outcome of so many casts before: so far may a worker be ahead. With two levels,
-    which need a lag, the second sum begins at the end of the step and runs during the next one.
+    The all-reduce runs in the background, and every worker reads the same outcome at the same step. With a lag it is
+    the outcome of an earlier step: a worker may be that far ahead. With two levels, which need a lag, the second sum
+    starts at the end of the step and runs during the next one.
     """
 
-    _LARGEST = 64  # no signal has a larger number
+    _LARGEST = 64  # of the proposed numbers, which are signals
 
     def __init__(self, world: World, lag: int = 0, levels: Levels | None = None) -> None:
         assert lag or levels is None
         self._world = world
         self._lag = lag
         self._levels = levels
-        self._is_halfway = False  # whether the newest cast is summed over neighbours alone
-        # One exchange for both: the sum in place 0, and a mark in the place of each number that was proposed.
-        self._ballots = [torch.zeros(1 + self._LARGEST, dtype=torch.float64) for _ in range(lag + 1)]
-        self._num_cast = 0
-        self._under_way: deque[tuple[Tensor, dist.Work | None]] = deque()
+        self._is_halfway = False  # whether the newest sum has done its first level only
+        # Index 0 has the sum, and every other index a mark if its number was proposed.
+        self._buffers = [torch.zeros(1 + self._LARGEST, dtype=torch.float64) for _ in range(lag + 1)]
+        self._num_started = 0
+        self._pending: deque[tuple[Tensor, dist.Work | None]] = deque()
         self._none = torch.zeros(1 + self._LARGEST, dtype=torch.float64).numpy()
-        self._marks = self._none  # a ballot's memory, of which a single number is read faster
+        self._marks = self._none  # as NumPy, which reads a single number faster
 
-    def cast(self, number: int, share: float = 0.0) -> None:
+    def start(self, number: int, share: float = 0.0) -> None:
         """Propose a number, of which the largest wins, and add a share to the sum."""
-        self._pass_on()
-        ballot = self._ballots[self._num_cast % len(self._ballots)]
-        self._num_cast += 1
-        marks = ballot.numpy()
+        self._start_second_level()
+        buffer = self._buffers[self._num_started % len(self._buffers)]
+        self._num_started += 1
+        marks = buffer.numpy()
         marks.fill(0.0)
         marks[0] = share
         if number:
             marks[number] = 1.0
         group = None if self._levels is None else self._levels[0]
-        work = dist.all_reduce(ballot, async_op=True, group=group) if self._world.size > 1 else None
-        self._under_way.append((ballot, work))
+        work = dist.all_reduce(buffer, async_op=True, group=group) if self._world.size > 1 else None
+        self._pending.append((buffer, work))
         self._is_halfway = self._levels is not None
 
-    def _pass_on(self) -> None:
-        """Start the second sum of the newest cast; its first one has had a step's time."""
+    def _start_second_level(self) -> None:
+        """Start the second sum of the newest one, whose first sum has had the time of a step."""
         if self._is_halfway and self._levels is not None:
             self._is_halfway = False
-            ballot, work = self._under_way.pop()
+            buffer, work = self._pending.pop()
             assert work is not None
             work.wait()
-            self._under_way.append((ballot, dist.all_reduce(ballot, async_op=True, group=self._levels[1])))
+            self._pending.append((buffer, dist.all_reduce(buffer, async_op=True, group=self._levels[1])))
 
     def outcome(self) -> int:
-        """The number that was agreed on in the last cast, or as many before it as the lag; 0 where there is none."""
+        """The largest number of the sum started last, or `lag` before it; 0 if there is none."""
         self._finish()
         return self._proposed()
 
     def total(self) -> float:
-        """The sum of all shares of the same cast."""
+        """The sum of all shares of the same one."""
         self._finish()
         return float(self._marks[0])
 
     def drain(self) -> int:
-        """The largest outcome of all casts not read yet; the lag starts anew. All call it after the same cast."""
+        """The largest outcome of all that are not read yet. All workers call it at the same step."""
         found = 0
-        self._pass_on()
-        while self._under_way:
+        self._start_second_level()
+        while self._pending:
             self._receive()
             found = max(found, self._proposed())
         self._marks = self._none
@@ -440,12 +442,12 @@ class AsyncAllReduce:
         return int(proposed[-1]) + 1 if len(proposed) else 0
 
     def _finish(self) -> None:
-        self._pass_on()
-        if len(self._under_way) > self._lag:
+        self._start_second_level()
+        if len(self._pending) > self._lag:
             self._receive()
 
     def _receive(self) -> None:
-        ballot, work = self._under_way.popleft()
+        buffer, work = self._pending.popleft()
         if work is not None:
             work.wait()
-        self._marks = ballot.numpy()
+        self._marks = buffer.numpy()

@@ -1,232 +1,73 @@
-"""The verb `doctor`: examines this machine, or hands over to the doctor of a whole job.
-
-Each check runs in a process of its own, `python -m` this module: a driver or a file system that hangs does not hang the
-doctor. The process writes what it looks at and what it finds, a line of JSON each; one that takes too long is ended.
-"""
+"""The verb `doctor`: checks this machine, or all workers of a job and the links between them."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import dataclasses
-import importlib
-import json
 import os
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
-from stormo.config.options import Parser, options_of
-from stormo.config.schema import Run, Workers
-from stormo.doctor import gpus, libraries, machine, network
+from stormo.config.layout import Layout, at_least, check_timeout, resolve_layout
+from stormo.config.options import Parser, make_config, options_of
+from stormo.config.schema import CALL_ONLY, NodeRange, Run, TrainConfig, Workers
+from stormo.doctor.check_runner import CHECKS, run_checks
 from stormo.doctor.finding import Finding, as_json, exit_code, show
-from stormo.doctor.machine import Machine
-from stormo.errors import SettingError, unknown_name
+from stormo.doctor.measure import require_rendezvous
+from stormo.doctor.preflight import Limits, Preflight, PreflightError, PreflightStoppedError, end_process, watchdog
+from stormo.errors import EXIT_FAILURE, SettingError, StormoError, pluralize, unknown_name
+from stormo.launch import AgentTimeouts, FailureReporter, RankInfo, alone, open_failure_reporter, run_node
 from stormo.launch.environments.detect import LAUNCHERS
+from stormo.launch.hosts import hosts_of, start_on_hosts
+from stormo.launch.nodes import equal_settings, find_rank_info, launched_by, node_of
 from stormo.launch.rank_info import host_name
-from stormo.system.cache import data_cache
+from stormo.system.files import data_cache
+from stormo.system.hardware import Gpu, visible_gpus
+from stormo.system.process import stormo_command
 from stormo.telemetry.text import write_text
 from stormo.version import __version__
 
-_JOB_FLAGS = tuple(option.flag for option in options_of("workers", Workers))
-_PR_SET_PDEATHSIG = 1
-_START_S = 60.0  # an interpreter from a slow file system
-_LOOK_S = 0.1
-_CLEANUP_S = 5.0  # a full write to a slow disk
-_INTERRUPTED_S = 1.0
 _REMOVED = {
     "clock": "chronyc tracking or timedatectl tells whether the clock is right",
     "schedulers": "sinfo, qstat or lsid tells whether the scheduler answers",
     "energy": "stormo monitor --count 1 tells which energy counters can be read",
 }
-_FIX = "see what is wrong there (dmesg; a file system or a driver that does not answer); --skip {name} leaves it out"
-
-
-class Check(NamedTuple):
-    """What looks at one part of a machine, and how long it may take."""
-
-    run: Callable[[Machine], Iterable[Finding]]
-    limit_s: float
-
-
-def _is_there(machine: Machine) -> Iterator[Finding]:
-    is_folder = machine.data_folder.expanduser().is_dir()
-    yield Finding("folder", "ok" if is_folder else "note", str(machine.data_folder))
-
-
-# In the order they are made: GPUs before torch uses one of them, storage when nothing else reads or writes.
-CHECKS: dict[str, Check] = {
-    "devices": Check(gpus.check, 20.0),
-    "libraries": Check(libraries.check, 70.0),  # an import from a network file system under load takes so long
-    "backends": Check(libraries.check_backends, 70.0),
-    "network": Check(network.check, 15.0),
-    "limits": Check(machine.check_limits, 10.0),
-    "storage": Check(machine.check_storage, 30.0),
-}
-ASKED = {"folder": Check(_is_there, 5.0)}  # before anything else is looked at
+_CODE_FILE = "STORMO_DOCTOR_CODE"  # into which the first worker of a node writes the exit code for its agent
+_JOB_FLAGS = ("num_gpus", "num_nodes", "node_id", "master_addr", "master_port", "device", "backend", *CALL_ONLY)
+_NODE_CHECKS = ("devices", "network", "limits")  # fast ones that write nothing
+_NODE_CHECK_S = 20.0
+_LEAST_LIMIT_S = 10.0
+_INTERRUPTED_S = 1.0  # to delete what was written
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine, print, and return the exit code: 1 where something is an error."""
+    """Check, print, and return the exit code: 1 if there is an error."""
     if _is_job(arguments, os.environ):
-        from stormo.doctor import job
-
-        return job.main(list(arguments))
+        return check_job(list(arguments))
     parsed = _parser().parse_args(arguments)
     names = _chosen(parsed.only, parsed.skip)
     folders = {"runs_folder": parsed.runs_folder, "data_folder": _data_folder(parsed.data_folder)}
-    findings = examine(names, folders)
-    if parsed.json:
-        write_text(as_json(findings) + "\n", sys.stdout)
-    else:
-        system = os.uname()
-        write_text(f"stormo {__version__} on {host_name()}, {system.sysname} {system.release}\n\n", sys.stdout)
-        show(findings, sys.stdout)
+    findings = run_checks(names, folders)
+    system = os.uname()
+    title = f"stormo {__version__} on {host_name()}, {system.sysname} {system.release}"
+    _print(findings, title, as_document=parsed.json)
     return exit_code(findings)
-
-
-def examine(
-    names: Sequence[str],
-    folders: Mapping[str, str] | None = None,
-    *,
-    table: str = "stormo.doctor.command:CHECKS",
-    limit_s: float | None = None,
-) -> list[Finding]:
-    """What these checks find on this machine.
-
-    Args:
-        names: of checks in the table.
-        folders: `runs_folder` and `data_folder`, where they are not the usual ones.
-        table: where the checks are, as module:name.
-        limit_s: the longest that any check may take, where its own limit is longer.
-    """
-    found: list[Finding] = []
-    for name in names:
-        limit = _load(table)[name].limit_s
-        asked = {"table": table, "name": name, "folders": dict(folders or {})}
-        found += _examine_apart(asked, limit if limit_s is None else min(limit, limit_s))
-    return found
-
-
-def _examine_apart(asked: Mapping[str, Any], limit_s: float) -> list[Finding]:
-    """Run one check in a process of its own; one that hangs or dies is a finding too."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "stormo.doctor.command", json.dumps(asked)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # so that all it started ends with it
-    )
-    try:
-        out, err = _communicate(process, limit_s)
-    except BaseException:  # Ctrl-C
-        _end(process, _INTERRUPTED_S)
-        raise
-    how = ""
-    if process.poll() is None:
-        _end(process, _CLEANUP_S)
-        how = f"took longer than {limit_s:g} s and was ended"
-    elif code := process.returncode:
-        last = next((line.strip() for line in reversed(err.decode(errors="replace").splitlines()) if line), "")
-        how = f"ended its process: {f'signal {-code}' if code < 0 else f'exit code {code}'}, {last[:300]}"
-    messages = [json.loads(line) for line in out.decode(errors="replace").splitlines(keepends=True) if "\n" in line]
-    found = [Finding(**message["found"]) for message in messages if "found" in message]
-    if how:
-        at = next((f" (at {message['at']})" for message in reversed(messages) if "at" in message), "")
-        found.append(_failed(str(asked["name"]), how + at))
-    return found
-
-
-def _communicate(process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, bytes]:
-    """Its output until it ends, or for so long since its first line at most."""
-    began_s, has_begun = time.monotonic(), False
-    while True:
-        try:
-            return process.communicate(timeout=_LOOK_S)
-        except subprocess.TimeoutExpired as late:
-            if late.output and not has_begun:
-                began_s, has_begun = time.monotonic(), True
-            if time.monotonic() - began_s > (limit_s if has_begun else _START_S):
-                return late.output or b"", b""
-
-
-def _end(process: subprocess.Popen[bytes], wait_s: float) -> None:
-    """End a process and all that it started; it has so long to delete what it wrote."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(wait_s)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # held by a driver: nobody can end it
-        process.wait(1.0)
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
-
-
-def _failed(name: str, how: str) -> Finding:
-    return Finding(name, "error", f"the check {how}", _FIX.format(name=name), group=name)
-
-
-def _load(table: str) -> Mapping[str, Check]:
-    module, _, name = table.partition(":")
-    checks: Mapping[str, Check] = getattr(importlib.import_module(module), name)
-    return checks
-
-
-def _serve(asked: Mapping[str, Any], out: IO[str]) -> None:
-    """Inside the process: run the check and write what it finds."""
-
-    def say(**message: Any) -> None:
-        out.write(f"{json.dumps(message)}\n")
-        out.flush()
-
-    say()  # it has begun
-    name = asked["name"]
-    folders: dict[str, Any] = {key: Path(folder) for key, folder in asked["folders"].items()}
-    machine = Machine(**folders, torch=libraries.gather, tell=lambda what: say(at=what))
-    try:
-        for finding in _load(asked["table"])[name].run(machine):
-            say(found=dataclasses.asdict(dataclasses.replace(finding, group=name)))
-    except Exception as error:  # a check that fails is a finding like any other
-        say(found=dataclasses.asdict(_failed(name, f"failed: {type(error).__name__}: {error}")))
-
-
-def _end_on_sigterm() -> None:
-    """End on SIGTERM, which also comes when the doctor dies, however: what a check has written is deleted first."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def end_late() -> None:  # where a call into a driver keeps Python from hearing of the signal
-        os.read(reader, 1)
-        time.sleep(_CLEANUP_S)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=end_late, daemon=True).start()
-    signal.set_wakeup_fd(writer)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _is_job(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether several workers are asked for, or a launcher has started this process as one of them."""
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
-    return bool(given & set(_JOB_FLAGS)) or any(launcher.detect(environ) for launcher in LAUNCHERS.values())
+    flags = {option.flag for option in options_of("workers", Workers)}
+    return bool(given & flags) or any(launcher.detect(environ) for launcher in LAUNCHERS.values())
 
 
 def _chosen(only: str | None, skip: str | None) -> list[str]:
     names = _names("--only", only) if only is not None else list(CHECKS)
-    left_out = _names("--skip", skip) if skip is not None else []
-    chosen = [name for name in CHECKS if name in names and name not in left_out]
+    skipped = _names("--skip", skip) if skip is not None else []
+    chosen = [name for name in CHECKS if name in names and name not in skipped]
     if not chosen:
-        raise SettingError(
-            f"--skip {skip} was set", "it leaves nothing of what is to be looked at", "leave a name out of it"
-        )
+        raise SettingError(f"--skip {skip} was set", "it leaves no check", "leave a name out of it")
     return chosen
 
 
@@ -236,7 +77,7 @@ def _names(flag: str, text: str) -> list[str]:
         if name in _REMOVED:
             raise SettingError(f"{flag} {name} was set", "stormo no longer has this check", _REMOVED[name])
         if name not in CHECKS:
-            raise unknown_name(f"{flag}", name, CHECKS)
+            raise unknown_name(flag, name, CHECKS)
     if not names:
         raise SettingError(f"{flag} {text!r} was set", "it names no check", f"name some of: {', '.join(CHECKS)}")
     return names
@@ -245,8 +86,8 @@ def _names(flag: str, text: str) -> list[str]:
 def _data_folder(asked: str | None) -> str:
     if asked is None:
         return str(data_cache(os.environ))
-    # In a process apart: a file system that does not answer is named by the storage check, which has a limit.
-    (found,) = examine(["folder"], {"data_folder": asked}, table=f"{__name__}:ASKED")
+    # In a subprocess: the storage check, which has a limit, names a file system that does not answer.
+    (found,) = run_checks(["folder"], {"data_folder": asked}, table="stormo.doctor.check_runner:FLAG_CHECKS")
     if found.level == "note":
         raise SettingError(f"--data-folder {asked} was set", "there is no such folder", "check the path")
     return asked
@@ -255,29 +96,218 @@ def _data_folder(asked: str | None) -> str:
 def _parser() -> Parser:
     parser = Parser(
         prog="stormo doctor",
-        description="Look at this machine: what would slow a training, end it, or make its figures wrong, and how to "
-        "fix it. With --num-nodes or --num-gpus, or under srun, mpirun or torchrun: at all workers of a job and the "
-        "links between them.",
-        epilog=f"checks: {', '.join(CHECKS)}. The exit code is 1 where something is an error, else 0.",
+        description="Check this machine: what would slow a training, end it, or make its figures wrong, and how to "
+        "fix it. With --num-nodes or --num-gpus, or under srun, mpirun or torchrun: check all workers of a job and "
+        "the links between them.",
+        epilog=f"checks: {', '.join(CHECKS)}. The exit code is 1 if there is an error, else 0.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    parser.add_argument("--only", metavar="NAMES", help="look at these alone, with commas between them")
+    parser.add_argument("--only", metavar="NAMES", help="run only these checks, separated by commas")
     parser.add_argument("--skip", metavar="NAMES", help="leave these out; storage writes up to 64 MB to each folder")
-    parser.add_argument(
-        "--runs-folder", default=Run.runs_folder, metavar="FOLDER", help="where runs go (default: %(default)s)"
-    )
     parser.add_argument(
         "--data-folder", metavar="FOLDER", help="where data are read from (default: where stormo keeps what it fetched)"
     )
+    _add_common_flags(parser)
     return parser
 
 
-if __name__ == "__main__":
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
-        os.dup2(2, 1)  # libraries may print, which must not come between the lines
-        _end_on_sigterm()
-        try:
-            _serve(json.loads(sys.argv[1]), lines)
-        except SystemExit:
-            os.killpg(0, signal.SIGKILL)  # programs that a check has started too
+def _add_common_flags(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument(
+        "--runs-folder", default=Run.runs_folder, metavar="FOLDER", help="where runs go (default: %(default)s)"
+    )
+
+
+def _print(findings: Sequence[Finding], title: str, *, as_document: bool) -> None:
+    if as_document:
+        write_text(as_json(findings) + "\n", sys.stdout)
+        return
+    write_text(f"{title}\n\n", sys.stdout)
+    show(findings, sys.stdout)
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _JobOptions:
+    config: TrainConfig
+    json: bool
+    limit_s: float
+    runs_folder: str
+
+
+def check_job(arguments: list[str]) -> int:
+    """Start the workers of a job, or be one of them, and measure."""
+    options = _parse_job(arguments)
+    rank_info = find_rank_info(options.config)
+    if hosts := hosts_of(options.config):
+        return start_on_hosts(options.config, hosts, "doctor", arguments)
+    layout = resolve_layout(options.config, gpus_within(options.limit_s), launched_by(rank_info))
+    if rank_info is None and layout.world_size > 1:
+        return _start_workers(arguments, options, layout)
+    return _work(options, layout, rank_info or alone())
+
+
+def gpus_within(limit_s: float) -> list[Gpu]:
+    """The GPUs of this machine; ends this process if the driver does not answer in time."""
+
+    def give_up() -> None:
+        text = f"stormo: the driver of the GPUs on host {host_name()} did not answer within {limit_s:g} s; "
+        text += "look at the kernel log (dmesg) there, and whether nvidia-smi answers.\n"
+        write_text(text, sys.stderr)
+        os._exit(EXIT_FAILURE)
+
+    timer = watchdog(limit_s, give_up)
+    timer.start()
+    try:
+        return visible_gpus()
+    finally:
+        timer.cancel()
+
+
+def _parse_job(arguments: Sequence[str]) -> _JobOptions:
+    parser = Parser(
+        prog="stormo doctor",
+        description="Measure all workers of a job and the links between them. Start it as you would start a training: "
+        "on every node, or under srun, mpirun or torchrun.",
+        epilog="The exit code is 1 if there is an error, else 0.",
+        allow_abbrev=False,
+    )
+    options = [option for option in options_of("workers", Workers) if option.name in _JOB_FLAGS]
+    for option in options:
+        if option.kind is bool:
+            parser.add_argument(option.flag, dest=option.key, action="store_true", default=None, help=option.help)
+            continue
+        metavar = "{" + ",".join(option.choices) + "}" if option.choices else "TEXT" if option.kind is str else "N"
+        parser.add_argument(option.flag, dest=option.key, metavar=metavar, help=option.help)
+    parser.add_argument("--limit-s", metavar="X", default="60", help="seconds for all of it (default: %(default)s)")
+    _add_common_flags(parser)
+    parsed = parser.parse_args(list(arguments))
+    given = {option.key: getattr(parsed, option.key) for option in options}
+    settings = {
+        option.key: option.convert(given[option.key], option.flag)
+        for option in options
+        if given[option.key] is not None
+    }
+    if isinstance(settings.get("num_nodes"), NodeRange):
+        raise SettingError(
+            f"--num-nodes {settings['num_nodes']} was set",
+            "the doctor checks a fixed number of nodes",
+            "set a number",
+        )
+    timeout = next(option for option in options_of("workers", Workers) if option.name == "timeout")
+    limit_s = timeout.convert(parsed.limit_s, "--limit-s")
+    at_least("--limit-s", limit_s, _LEAST_LIMIT_S)
+    check_timeout("--limit-s", limit_s)
+    config = make_config({**settings, "timeout": limit_s}, None)
+    return _JobOptions(config=config, json=parsed.json, limit_s=limit_s, runs_folder=parsed.runs_folder)
+
+
+def _start_workers(arguments: list[str], options: _JobOptions, layout: Layout) -> int:
+    """Become the agent of this node; the workers run the same command, with their ranks in the environment."""
+    command = [*stormo_command("doctor"), *arguments]
+    # A file in memory, which is gone when this process ends.
+    with os.fdopen(os.memfd_create("stormo-doctor"), "rb") as code_file:
+        environ = {**os.environ, _CODE_FILE: f"/proc/{os.getpid()}/fd/{code_file.fileno()}"}
+        node = node_of(options.config, layout)
+        timeouts = AgentTimeouts(interrupted_s=_INTERRUPTED_S)
+        same = equal_settings({"--limit-s": f"{options.limit_s:g}"}, layout)
+        code = run_node(command, node, timeout_s=options.limit_s, environ=environ, timeouts=timeouts, **same)
+        return code or int(code_file.read() or b"0")
+
+
+def _work(options: _JobOptions, layout: Layout, rank_info: RankInfo) -> int:
+    """Be a worker; report any failure to the others before this process ends."""
+    reporter = open_failure_reporter(rank_info) if rank_info.launcher in ("local", "alone") else None
+    code_file = os.environ.pop(_CODE_FILE, None)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
+    try:
+        from stormo.distributed.store import Store, address_book_of
+
+        require_rendezvous(rank_info)
+        if reporter is None:
+            same = equal_settings({"--limit-s": f"{options.limit_s:g}"}, layout)
+            address_book = address_book_of(rank_info, options.limit_s)
+            reporter = open_failure_reporter(rank_info, address_book=address_book, timeout_s=options.limit_s, **same)
+        store = Store(rank_info, options.limit_s, reporter.store_address) if rank_info.world_size > 1 else None
+        code = _measure_job(options, layout, rank_info, store, reporter)
+    except Exception as error:
+        if reporter is None or not reporter.shows_failures:
+            raise
+        from stormo.distributed.store import is_secondary
+
+        reporter.report_failure(error, secondary=is_secondary(error))
+        return error.exit_code if isinstance(error, StormoError) else EXIT_FAILURE
+    reporter.close()
+    if code_file is None:
+        return code
+    if rank_info.local_rank == 0:
+        Path(code_file).write_text(str(code), encoding="utf-8")
+    return 0
+
+
+def _measure_job(
+    options: _JobOptions, layout: Layout, rank_info: RankInfo, store: Any, reporter: FailureReporter
+) -> int:
+    """Run all phases; print the findings on rank 0, and return the exit code on all ranks."""
+    from stormo.distributed.devices import device_of, share_cores
+    from stormo.distributed.world import World
+
+    def print_findings(findings: Sequence[Finding]) -> None:
+        nodes = preflight.names.nodes(preflight.names.leaders) or "no node"
+        shape = f"{pluralize(layout.world_size, 'worker')} on {pluralize(layout.num_nodes, 'node')}"
+        _print(findings, f"stormo {__version__}: {shape}, {layout.backend}; {nodes}", as_document=options.json)
+
+    def on_hang(error: PreflightError) -> None:
+        print_findings(error.findings)
+        end_process(error, reporter)
+
+    limit_s = options.limit_s
+    preflight = Preflight(
+        rank_info,
+        store,
+        backend=layout.backend,
+        limits=Limits(arrival_s=limit_s, one_measurement_s=0.4, all_rounds_s=15.0, whole_s=limit_s),
+        runs_folder=Path(options.runs_folder),
+        needs_shared_folder=False,
+        on_hang=on_hang,
+    )
+    share_cores(rank_info)
+    machines: list[Finding] = []
+    try:
+        preflight.connect()
+        found = preflight.gather("machine", lambda: _check_node(rank_info), _NODE_CHECK_S * len(_NODE_CHECKS))
+        machines = merged([Finding(**finding) for findings in found for finding in findings])
+        device = device_of(layout.device_type, rank_info, store, may_share=layout.backend == "gloo")
+        world = preflight.join(lambda: World(rank_info, device, store=store, backend=layout.backend, timeout_s=limit_s))
+        preflight.measure(device)
+        code = int(preflight.decide(lambda: exit_code([*machines, *preflight.findings()])))
+        world.close()
+    except PreflightStoppedError:
+        return EXIT_FAILURE
+    except PreflightError as error:
+        print_findings([*error.findings, *machines])
+        if error.is_hang:
+            raise  # so that ranks that hang are ended too
+        return EXIT_FAILURE
+    if rank_info.is_main:
+        print_findings([*preflight.findings(), *machines])
+    return code
+
+
+def _check_node(rank_info: RankInfo) -> list[dict[str, Any]]:
+    """What the checks of one machine find on this node; its first worker runs them."""
+    if rank_info.local_rank:
+        return []
+    found = [finding for finding in run_checks(_NODE_CHECKS, limit_s=_NODE_CHECK_S) if finding.level != "ok"]
+    return [asdict(replace(finding, where=f"{rank_info.host} {finding.where}".strip())) for finding in found]
+
+
+def merged(findings: Sequence[Finding]) -> list[Finding]:
+    """The same finding on several nodes as one."""
+    groups: dict[tuple[str, str, str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.check, finding.level, finding.text, finding.fix), []).append(finding)
+    return [
+        replace(same[0], where=same[0].where if len(same) == 1 else f"{same[0].where} and {len(same) - 1} more")
+        for same in groups.values()
+    ]

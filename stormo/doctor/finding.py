@@ -1,4 +1,4 @@
-"""One thing that a check found, and a list of them as text, as JSON and as an exit code."""
+"""What a check found, and a list of findings as text, as JSON and as an exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO, get_args
 
-from stormo.errors import EXIT_FAILURE, counted
+from stormo.errors import EXIT_FAILURE, StormoError, pluralize
 from stormo.telemetry.text import write_text
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -21,19 +21,19 @@ Fact = float | int | str | bool | None
 _LEVELS: tuple[Level, ...] = get_args(Level)
 _COLOURS: dict[Level, str] = {"ok": "32", "note": "36", "warning": "33", "error": "1;31"}
 _Paint = Callable[[str, str], str]  # text, colour
-_HELD = "\xa0"
+_NO_BREAK_SPACE = "\xa0"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=\S)")
-_WIDEST = 120  # lines longer than this are hard to read, however wide the screen is
+_MAX_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found, and what to do about it."""
+    """What one check found, and how to fix it."""
 
-    check: str  # a short name that stays: "gpu-driver", "open-files"
+    check: str  # a stable short name: "gpu-driver", "open-files"
     level: Level
     text: str  # what was found, with its numbers
-    fix: str = ""  # what to do about it; a warning and an error always have one
+    fix: str = ""  # how to fix it; a warning and an error always have one
     facts: Mapping[str, Fact] = field(default_factory=dict)  # for scripts; names carry units
     where: str = ""  # host, rank, link, GPU; empty for this machine
     group: str = ""  # the heading it is shown under
@@ -44,7 +44,7 @@ class Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0 where nothing is an error, else 1."""
+    """1 if there is an error, else 0."""
     return EXIT_FAILURE if any(finding.level == "error" for finding in findings) else 0
 
 
@@ -52,21 +52,21 @@ def as_json(findings: Sequence[Finding]) -> str:
     """All findings, how many there are of each level, and the exit code, as strict JSON."""
     document = {
         "exit_code": exit_code(findings),
-        "counts": {level: sum(one.level == level for one in findings) for level in _LEVELS},
-        "findings": [_plain(finding) for finding in findings],
+        "counts": {level: sum(finding.level == level for finding in findings) for level in _LEVELS},
+        "findings": [_as_dict(finding) for finding in findings],
     }
     return json.dumps(document, indent=2, allow_nan=False)
 
 
 def show(findings: Sequence[Finding], stream: TextIO) -> None:
-    """Everything found, group by group; then what to fix, once more, and how many there are of each level."""
+    """Print all findings by group, then what to fix, then the number of each level."""
     paint = _painter(stream)
-    width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+    width = min(shutil.get_terminal_size((100, 24)).columns, _MAX_WIDTH)
     lines = [*_listing(findings, width, paint), *_fixes(findings, width, paint), _count(findings)]
     write_text("".join(f"{line}\n" for line in lines), stream, is_coloured=True)
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
+def _as_dict(finding: Finding) -> dict[str, Any]:
     facts = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in finding.facts.items()
@@ -108,8 +108,8 @@ def _fixes(findings: Sequence[Finding], width: int, paint: _Paint) -> list[str]:
     lines = [paint("to fix", "1")] if urgent else []
     indent = 2 + len("warning") + 2
     for finding in urgent:
-        whose = f" ({finding.where})" if finding.where else ""
-        first, *rest = _wrapped(f"{finding.check}{whose}: {finding.text}", width - indent)
+        where = f" ({finding.where})" if finding.where else ""
+        first, *rest = _wrapped(f"{finding.check}{where}: {finding.text}", width - indent)
         lines.append(f"  {paint(f'{finding.level:<7}', _COLOURS[finding.level])}  {first}")
         lines += [" " * indent + line for line in [*rest, *_wrapped(finding.fix, width - indent, mark="→ ")]]
     return [*lines, ""] if urgent else []
@@ -120,25 +120,33 @@ def _count(findings: Sequence[Finding]) -> str:
     for level in reversed(_LEVELS):
         number = sum(finding.level == level for finding in findings)
         if number or level == "ok":
-            parts.append(f"{number} ok" if level == "ok" else counted(number, level))
+            parts.append(f"{number} ok" if level == "ok" else pluralize(number, level))
     return ", ".join(parts)
 
 
 def _wrapped(text: str, width: int, mark: str = "") -> list[str]:
-    """Lines of at most that width; commands and paths are never cut in two, nor a number from its unit."""
+    """Lines of at most that width; commands, paths, and a number with its unit stay whole."""
     lines = textwrap.wrap(
-        mark + _BEFORE_UNIT.sub(_HELD, text),
+        mark + _BEFORE_UNIT.sub(_NO_BREAK_SPACE, text),
         max(width, 24),
         subsequent_indent=" " * len(mark),
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [line.replace(_HELD, " ") for line in lines] or [mark.strip()]
+    return [line.replace(_NO_BREAK_SPACE, " ") for line in lines] or [mark.strip()]
 
 
 def _painter(stream: TextIO) -> _Paint:
-    """Gives words a colour on a terminal that wants it, and none anywhere else."""
+    """Colours text on a terminal that wants it."""
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
     if is_plain or not stream.isatty():
         return lambda text, _: text
     return lambda text, colour: f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def in_one_line(error: Exception) -> str:
+    """The error as text of a finding."""
+    if isinstance(error, StormoError):
+        return str(error).rstrip(".")
+    first = next(iter(str(error).splitlines()), "")[:300]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

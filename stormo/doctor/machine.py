@@ -1,12 +1,13 @@
-"""The machine that is examined, its limits (files, memory, cores) and its file systems.
+"""One machine: its network, its limits (files, memory, cores) and its file systems.
 
-The storage check writes at most 64 MB and a few small files into a folder of its own, and deletes them.
+The storage check writes at most 64 MB and a few small files into a temporary folder, and deletes them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import ipaddress
 import os
 import re
 import resource
@@ -15,80 +16,254 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stormo.doctor.finding import Fact, Finding, Level
-from stormo.errors import counted
+from stormo.errors import StormoError, pluralize
+from stormo.launch.address import resolve
+from stormo.launch.rank_info import host_name
 from stormo.system.hardware import Gpu, num_cores, visible_gpus
 from stormo.telemetry.text import format_bytes
 
-NVIDIA, AMD = "0x10de", "0x1002"
-_DISPLAY = "0x03"  # the PCI class of everything that draws, computing cards with it
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the PCI class of displays and GPUs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The machine that is examined; every way to look at it can be replaced."""
+    """The machine that is checked; tests replace each way to look at it."""
 
     root: Path = Path("/")  # of /proc, /sys, /dev and /etc
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     runs_folder: Path = Path("runs")
     data_folder: Path = Path("~/.cache/stormo")
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    load: Callable[[str], Any] = importlib.import_module  # of NVML
-    gpus: Callable[[], list[Gpu]] = visible_gpus  # by the CUDA driver
-    torch: Callable[[], Mapping[str, Any]] = dict  # what a process that has imported torch says
+    load: Callable[[str], Any] = importlib.import_module  # imports NVML
+    gpus: Callable[[], list[Gpu]] = visible_gpus  # as the CUDA driver lists them
+    torch: Callable[[], Mapping[str, Any]] = dict  # see `gpus.torch_facts`
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     cores: Callable[[], int] = num_cores
-    tell: Callable[[str], None] = lambda _: None  # what is looked at now, which may never answer
+    progress: Callable[[str], None] = lambda _: None  # called with what is checked next, which may never answer
 
     def text(self, path: str) -> str | None:
-        """What a small file holds; None where it is absent or for others alone."""
+        """The text of a small file; None where it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return None
 
     def number(self, path: str) -> int | None:
-        """The one number that a file holds; None also where it holds something else."""
+        """The number in a file; None where there is none."""
         try:
             return int(self.text(path) or "")
         except ValueError:
             return None
 
     def program(self, name: str) -> str | None:
-        """Where a program is found, as a shell would."""
+        """The path of a program, as a shell finds it."""
         return shutil.which(name, path=self.environ.get("PATH", os.defpath))
 
-    def num_cards(self, vendor: str = NVIDIA) -> int:
-        """The GPUs of a vendor on the PCI bus, whether a driver has them or not."""
-        found = 0
-        for card in self.root.glob("sys/bus/pci/devices/*"):
-            kind, maker = ((card / name) for name in ("class", "vendor"))
-            try:
-                found += kind.read_text().startswith(_DISPLAY) and maker.read_text().strip() == vendor
-            except OSError:
-                continue
-        return found
+    def num_nvidia_gpus(self) -> int:
+        """NVIDIA's GPUs on the PCI bus, with or without a driver."""
+        devices = [f"sys/bus/pci/devices/{path.name}" for path in self.root.glob("sys/bus/pci/devices/*")]
+        displays = [device for device in devices if (self.text(f"{device}/class") or "").startswith(_DISPLAY)]
+        return sum(self.text(f"{device}/vendor") == _NVIDIA for device in displays)
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one around it that is there: what is made later lands on its file system."""
+    """The folder, or its nearest parent that exists: a folder made later is on the same file system."""
     for one in (folder, *folder.parents):
-        with contextlib.suppress(OSError):  # what is around it may be closed to this user
+        with contextlib.suppress(OSError):  # a parent that this user may not read
             if one.is_dir():
                 return one
     return Path("/")
 
 
 def obstacle(folder: Path) -> Path | None:
-    """What is in the way where a folder is to be made: a file, or a link that leads nowhere."""
+    """What keeps a folder from being made: a file of its name, or a dangling link."""
     there = existing(folder)
     inner = next((one for one in (folder, *folder.parents) if one.parent == there and one != there), None)
     return inner if inner is not None and os.path.lexists(inner) else None
+
+
+_SLOW_MBIT = 10_000
+_SMALLEST_MTU = 1280  # the least that IPv6 allows
+_ACTIVE = "ACTIVE"
+_SLOWING_VARIABLES = {
+    "NCCL_P2P_DISABLE": "GPUs exchange through host memory instead of NVLink or PCIe",
+    "NCCL_SHM_DISABLE": "GPUs of one node exchange over the network instead of shared memory",
+    "NCCL_IB_DISABLE": "NCCL uses TCP instead of InfiniBand or RoCE",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Interface:
+    name: str
+    is_up: bool
+    is_virtual: bool
+    speed_mbit: int | None
+    mtu: int | None
+
+
+def check_network(
+    machine: Machine, find: Callable[[str], list[str]] = resolve, name: Callable[[], str] = host_name
+) -> Iterator[Finding]:
+    """Interfaces, InfiniBand, this host's name, and the variables of Gloo and NCCL; nothing is sent."""
+    interfaces = _interfaces(machine)
+    yield from _check_interfaces(machine, interfaces)
+    ports = _infiniband_ports(machine)
+    yield from _check_infiniband(machine, ports)
+    yield _check_host_name(find, name())
+    yield from _check_socket_variables(machine, {interface.name for interface in interfaces})
+    has_infiniband = any(port.state == _ACTIVE for port in ports)
+    for variable, effect in _SLOWING_VARIABLES.items():
+        if machine.environ.get(variable, "0") in ("", "0"):
+            continue
+        if variable == "NCCL_IB_DISABLE" and not has_infiniband:
+            yield Finding("variables", "note", f"{variable} is set: {effect}")
+            continue
+        yield Finding("variables", "warning", f"{variable} is set: {effect}", f"unset {variable}, unless it is meant")
+    if machine.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        text = "TORCH_DISTRIBUTED_DEBUG=DETAIL: every collective is first checked between all workers, which is slow"
+        yield Finding("variables", "warning", text, "unset it for real runs")
+
+
+def _interfaces(machine: Machine) -> list[_Interface]:
+    found = []
+    for path in sorted(machine.root.glob("sys/class/net/*")):
+        if not path.is_dir():  # /sys/class/net/bonding_masters is a file
+            continue
+        folder = f"sys/class/net/{path.name}"
+        speed = machine.number(f"{folder}/speed")
+        flags = int(machine.text(f"{folder}/flags") or "0", 16)
+        found.append(
+            _Interface(
+                name=path.name,
+                is_up=bool(flags & 1) and machine.text(f"{folder}/operstate") != "down",
+                is_virtual=(machine.root / "sys/devices/virtual/net" / path.name).exists(),
+                speed_mbit=speed if speed is not None and speed > 0 else None,
+                mtu=machine.number(f"{folder}/mtu"),
+            )
+        )
+    return found
+
+
+def _check_interfaces(machine: Machine, interfaces: list[_Interface]) -> Iterator[Finding]:
+    if not any(interface.name == "lo" and interface.is_up for interface in interfaces):
+        fix = "bring it up: ip link set lo up; workers of one node connect over it"
+        yield Finding("loopback", "error", "the interface lo is not up", fix)
+    routes = [line.split() for line in (machine.text("proc/net/route") or "").splitlines()[1:]]
+    default = next((route[0] for route in routes if len(route) > 7 and route[1] == route[7] == "00000000"), None)
+    up = [interface for interface in interfaces if interface.is_up and interface.name != "lo"]
+    physical = [interface for interface in up if not interface.is_virtual or interface.name == default] or up
+    if not physical:
+        yield Finding("network-card", "note", "no network card is up: only jobs of one node can run")
+    for card in physical:
+        speed = "speed unknown" if card.speed_mbit is None else f"{card.speed_mbit / 1000:g} Gbit/s"
+        text = f"{card.name}: {speed}, MTU {card.mtu}" + (", default route" if card.name == default else "")
+        facts = {"card": card.name, "speed_mbit_per_s": card.speed_mbit, "mtu": card.mtu}
+        if card.mtu is not None and card.mtu < _SMALLEST_MTU:
+            fix = f"raise it: ip link set {card.name} mtu 1500"
+            yield Finding("network-card", "warning", f"{text}: too small", fix, facts=facts)
+        elif card.speed_mbit is not None and card.speed_mbit < _SLOW_MBIT:
+            text += f": at most {card.speed_mbit / 8:.0f} MB/s of gradients between nodes"
+            yield Finding("network-card", "note", text, facts=facts)
+        else:
+            yield Finding("network-card", "ok", text, facts=facts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Port:
+    name: str
+    state: str
+    physical_state: str
+    rate: str
+    gbit: float
+
+
+def _infiniband_ports(machine: Machine) -> list[_Port]:
+    found = []
+    for path in sorted(machine.root.glob("sys/class/infiniband/*/ports/*")):
+        folder = str(path.relative_to(machine.root))
+        rate = machine.text(f"{folder}/rate") or ""
+        number = re.match(r"[\d.]+", rate)
+        found.append(
+            _Port(
+                name=f"{path.parents[1].name} port {path.name}",
+                state=(machine.text(f"{folder}/state") or "").rpartition(" ")[2],
+                physical_state=(machine.text(f"{folder}/phys_state") or "").partition(": ")[2],
+                rate=rate.replace("Gb/sec", "Gbit/s"),
+                gbit=float(number[0]) if number else 0.0,
+            )
+        )
+    return found
+
+
+def _check_infiniband(machine: Machine, ports: list[_Port]) -> Iterator[Finding]:
+    active = [port for port in ports if port.state == _ACTIVE]
+    best = max((port.gbit for port in active), default=0.0)
+    for port in ports:
+        facts: dict[str, Fact] = {"port": port.name, "state": port.state, "gbit_per_s": port.gbit}
+        if port.state != _ACTIVE:
+            text = f"{port.name}: {port.state or 'unknown state'} ({port.physical_state or 'unknown physical state'})"
+            fix = "check its cable, its switch and the subnet manager (ibstat, ibdiagnet)"
+            level: Level = "note" if active else "warning"  # often some of many ports have no cable
+            yield Finding("infiniband", level, text, fix, facts=facts)
+        elif port.gbit < best:
+            text = f"{port.name}: {port.rate}, but another port of this node has {best:g} Gbit/s"
+            fix = "check its cable: a link that trained with fewer lanes slows every exchange"
+            yield Finding("infiniband", "warning", text, fix, facts=facts)
+        else:
+            yield Finding("infiniband", "ok", f"{port.name}: {port.rate}, active", facts=facts)
+    if active and not list(machine.root.glob("dev/infiniband/uverbs*")):
+        text = f"{pluralize(len(active), 'active port')}, but no /dev/infiniband/uverbs*: NCCL falls back to TCP"
+        fix = "load the module ib_uverbs; in a container give it /dev/infiniband (docker: --device /dev/infiniband)"
+        yield Finding("infiniband", "warning", text, fix)
+
+
+def _check_host_name(find: Callable[[str], list[str]], name: str) -> Finding:
+    try:
+        numbers = find(name)
+    except StormoError:
+        text = f"this host's name, {name}, has no address"
+        fix = f"enter it in DNS or in /etc/hosts, or give --master-addr a number instead of {name}"
+        return Finding("host-name", "warning", text, fix, facts={"host": name})
+    facts = {"host": name, "addresses": " ".join(numbers)}
+    if all(ipaddress.ip_address(number).is_loopback for number in numbers):
+        text = f"this host's name, {name}, is {numbers[0]}, which no other machine can reach"
+        fix = f"give {name} its outer address in /etc/hosts; until then name node 0 by its number (--master-addr)"
+        return Finding("host-name", "warning", text, fix, facts=facts)
+    return Finding("host-name", "ok", f"{name} is {numbers[0]}", facts=facts)
+
+
+def _check_socket_variables(machine: Machine, names: set[str]) -> Iterator[Finding]:
+    """An interface that a variable names must exist, or no worker finds the others."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = machine.environ.get(variable)
+        if not value:
+            continue
+        missing = _missing_interfaces(value, names, is_nccl=variable.startswith("NCCL"))
+        if missing:
+            text = f"{variable}={value} names {missing}, which is no network interface of this machine"
+            fix = f"unset {variable}, or name one of: {', '.join(sorted(names)) or 'there is none'}"
+            yield Finding("socket-card", "error", text, fix)
+        else:
+            yield Finding("socket-card", "ok", f"{variable}={value}")
+
+
+def _missing_interfaces(value: str, names: set[str], *, is_nccl: bool) -> str:
+    """What of the value matches no interface; NCCL takes prefixes of names, = for whole names, ^ for all but these."""
+    if is_nccl and value.startswith("^"):
+        return "" if any(not name.startswith(tuple(value.lstrip("^=").split(","))) for name in names) else value
+    is_exact = not is_nccl or value.startswith("=")
+    wanted = [entry.partition(":")[0] for entry in value.lstrip("=").split(",") if entry]
+    matches = {entry: entry in names if is_exact else any(n.startswith(entry) for n in names) for entry in wanted}
+    if is_nccl:  # uses whatever of a list is there
+        return "" if any(matches.values()) else value
+    return ", ".join(entry for entry, is_there in matches.items() if not is_there)
 
 
 _ENOUGH_FILES = 4096
@@ -103,7 +278,6 @@ def check_limits(machine: Machine) -> Iterator[Finding]:
     yield from _open_files(machine)
     yield from _locked_memory(machine)
     yield from _processes(machine)
-    yield from _address_space(machine)
     yield from _shared_memory(machine)
     yield from _memory(machine)
     yield from _cores(machine)
@@ -113,14 +287,15 @@ def _open_files(machine: Machine) -> Iterator[Finding]:
     soft, hard = machine.limit(resource.RLIMIT_NOFILE)
     facts = {"open_files": _finite(soft), "open_files_hard": _finite(hard)}
     if _less(soft, _ENOUGH_FILES):
-        can = f"up to {hard}" if hard != resource.RLIM_INFINITY else "as many as wanted"
-        fix = f"ulimit -n {_ENOUGH_FILES} before the command" if not _less(hard, _ENOUGH_FILES) else ""
-        fix = fix or "an administrator raises nofile in /etc/security/limits.conf (Slurm: LimitNOFILE of slurmd)"
+        fix = f"ulimit -n {_ENOUGH_FILES} before the command"
+        if _less(hard, _ENOUGH_FILES):
+            fix = "an administrator raises nofile in /etc/security/limits.conf (Slurm: LimitNOFILE of slurmd)"
         level: Level = "warning" if _less(soft, 1024) else "note"
-        text = f"{soft} open files a process ({can} on demand): loaders with many workers need more"
+        text = f"{soft} open files a process: loaders with many workers need more"
         yield Finding("open-files", level, text, fix, facts=facts)
     else:
-        yield Finding("open-files", "ok", f"{_shown(soft)} open files a process", facts=facts)
+        number = "any number of" if soft == resource.RLIM_INFINITY else str(soft)
+        yield Finding("open-files", "ok", f"{number} open files a process", facts=facts)
 
 
 def _locked_memory(machine: Machine) -> Iterator[Finding]:
@@ -154,27 +329,11 @@ def _processes(machine: Machine) -> Iterator[Finding]:
         yield Finding("processes", "ok", text, facts={"processes": least})
 
 
-def _address_space(machine: Machine) -> Iterator[Finding]:
-    for name, limit, why in (
-        ("address-space", resource.RLIMIT_AS, "CUDA reserves more addresses than there is memory, and fails"),
-        ("file-size", resource.RLIMIT_FSIZE, "a larger checkpoint cannot be written"),
-    ):
-        soft, _ = machine.limit(limit)
-        if soft != resource.RLIM_INFINITY:
-            flag = "-v" if limit == resource.RLIMIT_AS else "-f"
-            text, fix = f"limited to {format_bytes(soft)}: {why}", f"ulimit {flag} unlimited before the command"
-            yield Finding(name, "warning", text, fix, facts={"limit_bytes": soft})
-    if machine.number("proc/sys/vm/overcommit_memory") == 2:
-        text = "the kernel hands out no more memory than it has (vm.overcommit_memory=2)"
-        fix = "sysctl vm.overcommit_memory=0: CUDA and forked loaders ask for much that they never touch"
-        yield Finding("overcommit", "warning", text, fix)
-
-
 def _shared_memory(machine: Machine) -> Iterator[Finding]:
     try:
         found = machine.statvfs(machine.root / "dev/shm")
     except OSError as error:
-        text = f"/dev/shm cannot be used ({error.strerror}): loaders hand batches over in it"
+        text = f"/dev/shm, where loaders put their batches, cannot be used ({error.strerror})"
         yield Finding("shared-memory", "error", text, "mount a tmpfs at /dev/shm")
         return
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
@@ -183,8 +342,7 @@ def _shared_memory(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "shared-memory",
             "warning",
-            f"{format_bytes(free)} of {format_bytes(total)} free in /dev/shm: loaders hand batches over in it "
-            "until it is full",
+            f"{format_bytes(free)} of {format_bytes(total)} free in /dev/shm, where loaders put their batches",
             "docker: --ipc=host or --shm-size=16g; Kubernetes: an emptyDir with medium Memory at /dev/shm; "
             "else delete what is left there, or set --loader-workers 0",
             facts=facts,
@@ -201,8 +359,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     allowed = _cgroup_number(machine, "memory.max", "memory/memory.limit_in_bytes")
     facts = {"total_bytes": total, "available_bytes": available, "allowed_bytes": allowed}
     if allowed is not None and allowed < total:
-        text = f"this job may use {format_bytes(allowed)} of the machine's {format_bytes(total)}; "
-        text += "beyond, the kernel kills it"
+        text = f"this job may use {format_bytes(allowed)} of the machine's {format_bytes(total)}"
         yield Finding("memory", "note", text, facts=facts)
     elif available < _LOW_MEMORY * total:
         fix = "end what uses it (top -o %MEM), or choose another machine"
@@ -211,11 +368,6 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     else:
         text = f"{format_bytes(available)} of {format_bytes(total)} memory available"
         yield Finding("memory", "ok", text, facts=facts)
-    swap, free = known.get("SwapTotal", 0), known.get("SwapFree", 0)
-    if swap and free < swap / 2:
-        fix = "find what is too large for the memory: a worker that swaps keeps all others waiting"
-        text = f"{format_bytes(swap - free)} of {format_bytes(swap)} swap is in use"
-        yield Finding("swap", "warning", text, fix, facts={"swap_used_bytes": swap - free})
 
 
 def _cores(machine: Machine) -> Iterator[Finding]:
@@ -223,9 +375,9 @@ def _cores(machine: Machine) -> Iterator[Finding]:
     quota = _core_quota(machine)
     threads = machine.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     facts = {"cores": cores, "all_cores": all_cores, "core_quota": quota, "omp_num_threads": threads or None}
-    text = f"{cores} of {counted(all_cores, 'core')}"
+    text = f"{cores} of {pluralize(all_cores, 'core')}"
     if quota is not None and quota < cores:
-        fix = f"set OMP_NUM_THREADS={max(int(quota), 1)}: more threads are stopped for part of every tenth of a second"
+        fix = f"set OMP_NUM_THREADS={max(int(quota), 1)}: the kernel throttles more threads"
         text += f", but a quota of {quota:g}"
         yield Finding("cores", "warning", text, fix, facts=facts)
     elif threads.isdecimal() and int(threads) > cores:
@@ -242,12 +394,8 @@ def _cores(machine: Machine) -> Iterator[Finding]:
 
 def _cgroup_number(machine: Machine, name: str, name_v1: str) -> int | None:
     """The tightest limit of this process's control groups; None where there is none."""
-    found = []
-    for file in _cgroup_files(machine, name, name_v1):
-        number = machine.number(file)
-        if number is not None and number < _NO_LIMIT_V1:
-            found.append(number)
-    return min(found, default=None)
+    numbers = [machine.number(file) for file in _cgroup_files(machine, name, name_v1)]
+    return min((number for number in numbers if number is not None and number < _NO_LIMIT_V1), default=None)
 
 
 def _core_quota(machine: Machine) -> float | None:
@@ -297,10 +445,6 @@ def _finite(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def _shown(value: int) -> str:
-    return "any number of" if value == resource.RLIM_INFINITY else str(value)
-
-
 _NETWORK = (
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "glusterfs", "afs", "9p", "virtiofs"),
     *("wekafs", "panfs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs", "fuse.juicefs"),
@@ -312,7 +456,6 @@ _ROOM = 4  # times the file must be free
 _LOW_BYTES = 5e9
 _SLOW_BYTES_PER_S = 50e6
 _SLOW_SMALL_S = 0.05
-_LONGEST_SOCKET_PATH = 60  # a socket's path has 107 characters at most, and processes append their own names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,24 +468,25 @@ class Speed:
 
 
 def check_storage(machine: Machine) -> Iterator[Finding]:
-    """The three places that a training writes to or reads from."""
+    """The folders for runs, data and temporary files."""
     for name, folder in (("runs", machine.runs_folder), ("data", machine.data_folder), ("temp", machine.temp_folder)):
-        machine.tell(str(folder))
-        yield from _examine_folder(machine, name, folder)
+        machine.progress(str(folder))
+        for finding in _check_folder(machine, name, folder):
+            yield replace(finding, check=f"storage-{name}")
 
 
-def _examine_folder(machine: Machine, name: str, asked: Path) -> Iterator[Finding]:
-    check = f"storage-{name}"
+def _check_folder(machine: Machine, name: str, asked: Path) -> Iterator[Finding]:
     try:
-        folder = existing(asked.expanduser().absolute())
+        path = asked.expanduser().absolute()
     except RuntimeError:
-        text, fix = f"{asked}: this user has no home folder", "set STORMO_DATA to a folder for data"
-        yield Finding(check, "warning", text, fix)
+        text = f"{asked}: this user has no home folder"
+        yield Finding("", "warning", text, "set STORMO_DATA to a folder for data")
         return
-    if (in_the_way := obstacle(asked.expanduser().absolute())) is not None:
-        text = f"{asked} cannot be made: {in_the_way} is no folder"
-        yield Finding(check, "error", text, "choose another folder, or move that away")
+    if (file := obstacle(path)) is not None:
+        text = f"{asked} cannot be made: {file} is no folder"
+        yield Finding("", "error", text, "choose another folder, or move that away")
         return
+    folder = existing(path)
     kind, is_readonly = _mount_of(machine, folder)
     room = machine.statvfs(folder)
     free = room.f_bavail * room.f_frsize
@@ -355,30 +499,34 @@ def _examine_folder(machine: Machine, name: str, asked: Path) -> Iterator[Findin
     }
     what = f"{asked} ({kind}{', over the network' if kind in _NETWORK else ''}"
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=".stormo-doctor-", dir=folder))
+        speed = _measure_in(folder) if free > _ROOM * _FILE_BYTES else None
     except OSError as error:
-        yield _not_writable(check, f"{what})", name, error, is_readonly=is_readonly, facts=facts)
+        why = "mounted read-only" if is_readonly else f"cannot be written ({error.strerror})"
+        if name == "data":
+            yield Finding("", "note", f"{what}): {why}; fine if the data are there", facts=facts)
+            return
+        fix = "choose another folder with --runs-folder" if name == "runs" else "set TMPDIR to a writable folder"
+        yield Finding("", "error", f"{what}): {why}", fix, facts=facts)
         return
-    try:
-        speed = _measure_speed(scratch) if free > _ROOM * _FILE_BYTES else None
-    except OSError as error:
-        yield _not_writable(check, f"{what})", name, error, is_readonly=is_readonly, facts=facts)
-        return
-    finally:
-        try:
-            shutil.rmtree(scratch, ignore_errors=True)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)  # what is left where a signal came in between
-    yield from _judge_speed(check, f"{what}, {format_bytes(free)} free)", speed, facts)
-    yield from _room(check, name, f"{what})", free, room, facts)
-    if name == "temp":
-        yield from _temporary(folder, room, machine.environ.get("TMPDIR"))
+    yield _judge_speed(name, f"{what}, {format_bytes(free)} free)", speed, facts)
+    if free < _LOW_BYTES:
+        fix = "make room, or choose another folder: --runs-folder, STORMO_DATA, TMPDIR"
+        text = f"{what}): {format_bytes(free)} free, less than a few checkpoints of a large model take"
+        yield Finding("", "warning", text, fix, facts=facts)
+    if room.f_files and room.f_favail < max(0.01 * room.f_files, 1000):
+        fix = "delete small files: no more files can be made, however much space is left"
+        yield Finding("", "warning", f"{what}): {room.f_favail} of {room.f_files} files left", fix, facts=facts)
+    if name == "runs" and kind in ("tmpfs", "ramfs"):
+        fix = "choose a folder on a disk with --runs-folder"
+        yield Finding("", "warning", f"{what}): kept in memory, and lost at the next reboot", fix, facts=facts)
+    if name == "temp" and room.f_flag & os.ST_NOEXEC:
+        fix = "set TMPDIR, TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to folders from which programs may run"
+        yield Finding("", "warning", f"{folder} is mounted noexec: compiled kernels there cannot be loaded", fix)
 
 
-def _judge_speed(check: str, what: str, speed: Speed | None, facts: dict[str, Fact]) -> Iterator[Finding]:
+def _judge_speed(name: str, what: str, speed: Speed | None, facts: dict[str, Fact]) -> Finding:
     if speed is None:
-        yield Finding(check, "note", f"{what}: too little room to measure its speed", facts=facts)
-        return
+        return Finding("", "note", f"{what}: too little room to measure its speed", facts=facts)
     facts |= {
         "write_bytes_per_s": speed.write_bytes_per_s,
         "read_bytes_per_s": speed.read_bytes_per_s,
@@ -386,69 +534,26 @@ def _judge_speed(check: str, what: str, speed: Speed | None, facts: dict[str, Fa
     }
     text = f"{what}: writes {format_bytes(speed.write_bytes_per_s)}/s, reads {format_bytes(speed.read_bytes_per_s)}/s, "
     text += f"{speed.small_s * 1000:.1f} ms a small file"
-    if check == "storage-runs" and speed.write_bytes_per_s < _SLOW_BYTES_PER_S:
-        fix = (
-            "write checkpoints in the background (--async-checkpoint) or less often (--checkpoint-every), or choose a "
-        )
-        fix += "faster file system with --runs-folder"
+    if name == "runs" and speed.write_bytes_per_s < _SLOW_BYTES_PER_S:
+        fix = "write checkpoints in the background (--async-checkpoint) or less often (--checkpoint-every), "
+        fix += "or choose a faster file system with --runs-folder"
         text += f"; a checkpoint of 1 GB takes {1e9 / speed.write_bytes_per_s:.0f} s"
-        yield Finding(check, "warning", text, fix, facts=facts)
-    elif check == "storage-data" and speed.small_s > _SLOW_SMALL_S:
+        return Finding("", "warning", text, fix, facts=facts)
+    if name == "data" and speed.small_s > _SLOW_SMALL_S:
         fix = "keep data in few large files, or copy them to a local disk first (STORMO_DATA, --task.data-folder)"
-        yield Finding(check, "warning", text, fix, facts=facts)
-    else:
-        yield Finding(check, "ok", text, facts=facts)
+        return Finding("", "warning", text, fix, facts=facts)
+    return Finding("", "ok", text, facts=facts)
 
 
-def _room(
-    check: str,
-    name: str,
-    what: str,
-    free: int,
-    room: os.statvfs_result,
-    facts: dict[str, Fact],
-) -> Iterator[Finding]:
-    if free < _LOW_BYTES:
-        fix = "make room, or choose another folder: --runs-folder, STORMO_DATA, TMPDIR"
-        text = f"{what}: {format_bytes(free)} free, less than a few checkpoints of a large model take"
-        yield Finding(check, "warning", text, fix, facts=facts)
-    if room.f_files and room.f_favail < max(0.01 * room.f_files, 1000):
-        fix = "delete small files nobody needs: there can be no more files, however much space is left"
-        text = f"{what}: {room.f_favail} of {room.f_files} files left"
-        yield Finding(check, "warning", text, fix, facts=facts)
-    if name == "runs" and facts["file_system"] in ("tmpfs", "ramfs"):
-        fix = "choose a folder on a disk with --runs-folder"
-        text = f"{what}: kept in memory, and gone after the next reboot"
-        yield Finding(check, "warning", text, fix, facts=facts)
-
-
-def _temporary(folder: Path, room: os.statvfs_result, named: str | None) -> Iterator[Finding]:
-    if named and not os.access(named, os.W_OK | os.X_OK):
-        text = f"TMPDIR={named} is no folder that can be written: temporary files go to {folder} instead"
-        yield Finding("storage-temp", "warning", text, "make that folder, or unset TMPDIR")
-    if room.f_flag & os.ST_NOEXEC:
-        fix = "set TMPDIR, TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to folders from which programs may run"
-        text = f"{folder} is mounted noexec: compiled kernels kept there cannot be loaded"
-        yield Finding("storage-temp", "warning", text, fix)
-    if len(str(folder)) > _LONGEST_SOCKET_PATH:
-        text = f"{folder} is a long path: sockets of loader processes may not fit into the 107 characters they have"
-        yield Finding("storage-temp", "warning", text, "set TMPDIR to a shorter one, such as /tmp")
-
-
-def _not_writable(
-    check: str,
-    what: str,
-    name: str,
-    error: OSError,
-    *,
-    is_readonly: bool,
-    facts: dict[str, Fact],
-) -> Finding:
-    why = "mounted read-only" if is_readonly else f"cannot be written ({error.strerror})"
-    if name == "data":
-        return Finding(check, "note", f"{what}: {why}; fine where the data are there", facts=facts)
-    flag = {"runs": "choose another folder with --runs-folder", "temp": "set TMPDIR to a folder that can be written"}
-    return Finding(check, "error", f"{what}: {why}", flag[name], facts=facts)
+def _measure_in(folder: Path) -> Speed:
+    scratch = Path(tempfile.mkdtemp(prefix=".stormo-doctor-", dir=folder))
+    try:
+        return _measure_speed(scratch)
+    finally:
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)  # again, if a signal interrupted the first
 
 
 def _mount_of(machine: Machine, folder: Path) -> tuple[str, bool]:
@@ -459,8 +564,8 @@ def _mount_of(machine: Machine, folder: Path) -> tuple[str, bool]:
         if len(fields) < 4:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1])  # a space is written as \040
-        is_around = real == point or real.startswith(point.rstrip("/") + "/")
-        if is_around and len(point) >= len(best[0]):  # of two at one place the later hides the earlier
+        is_parent = real == point or real.startswith(point.rstrip("/") + "/")
+        if is_parent and len(point) >= len(best[0]):  # a later mount hides an earlier one at the same point
             best = (point, fields[2], "ro" in fields[3].split(","))
     return best[1], best[2]
 

@@ -1,25 +1,34 @@
-"""What is measured across a job: each worker's device and host, and how fast data moves between workers.
+"""Measures a job: each worker's device, whether its nodes reach one another, and the speed of the links between them.
 
-Leaves torch as it was: generators of its own, no setting changed, and the memory of the device given back.
+Leaves torch as it was: private generators, no setting changed, and the memory of the device freed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hashlib
+import ipaddress
+import json
 import math
+import os
 import platform
+import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from stormo.doctor.machine import existing, obstacle
+from stormo.errors import SettingError, StormoError
+from stormo.launch import RankInfo
+from stormo.launch.address import LOOPBACK, interface_towards, listen, resolve, shown
 from stormo.version import __version__
 
 if TYPE_CHECKING:
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
-    """One worker: where it runs and, of the first one on each node, where the node can be reached."""
+    """One worker: its host and, for the first of each node, the address of its probe server."""
 
     rank: int
     node: int
@@ -50,34 +59,32 @@ class Attempt:
 
     node: int
     to: int
-    outcome: str  # "ok", or a key of `network.OUTCOMES`
-    detail: str = ""  # what the system said
+    outcome: str  # "ok", or a key of `OUTCOMES`
+    detail: str = ""  # the system's error
     clock_ahead_s: float | None = None  # of the other node's clock
     clock_error_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What one worker found out about its device and its host."""
+    """One worker's device and host."""
 
     rank: int
     name: str  # of the device's model
     kind: str  # "cpu" or "cuda"
     uuid: str = ""
     flops_per_s: float = 0.0
-    is_exact: bool = True  # products whose result is known came out right
+    is_exact: bool = True  # products of known result were right
     digest: str = ""  # of a product of random numbers
-    copy_in_bytes_per_s: float = 0.0
-    copy_out_bytes_per_s: float = 0.0
     free_bytes: int = 0
     num_threads: int = 0
     versions: dict[str, str] = field(default_factory=dict)
-    sees_runs_folder: bool | None = None  # None where it was not asked
+    sees_runs_folder: bool | None = None  # None where it was not checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Data sent both ways between two nodes at once, or, where both are the same one, around its workers."""
+    """The exchange between two nodes, both ways at once; with a == b, in a ring of the node's workers."""
 
     a: int
     b: int
@@ -87,7 +94,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Overall:
+class AllReduce:
     """An all-reduce over all workers."""
 
     num_ranks: int
@@ -97,35 +104,33 @@ class Overall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements:
-    """Everything that was measured; what was not reached yet is empty."""
+    """Everything measured so far."""
 
     workers: list[WorkerInfo] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
     inside: list[Link] = field(default_factory=list)
     between: list[Link] = field(default_factory=list)
-    overall: Overall | None = None
+    all_reduce: AllReduce | None = None
     runs_folder: str = ""
     runs_folder_free_bytes: int | None = None
-    runs_folder_error: str = ""  # why nothing can be written there
-    needs_shared_folder: bool = False  # every worker writes its part of a checkpoint
+    runs_folder_error: str = ""  # why it cannot be written
+    needs_shared_folder: bool = False  # every worker writes its shard of a checkpoint
 
 
 _SEED = 20_240_229
-_COPY_BYTES = 32 * 1024 * 1024
 _SEEN_WITHIN_S = 2.0  # for a network file system to show a file that another node has just written
 
 
 def measure_device(device: torch.device, rank: int, budget_s: float) -> Device:
-    """Right results, speed and free memory of the device; versions of the host."""
+    """Exactness, speed and free memory of the device; versions of the host."""
     import torch
 
     try:
         is_exact = _is_exact(device)
         flops_per_s, repeats, digest = _speed(device, budget_s)
-        copy_in, copy_out = _copies(device)
     finally:
-        give_back(device)
+        free_memory(device)
     return Device(
         rank=rank,
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
@@ -134,16 +139,14 @@ def measure_device(device: torch.device, rank: int, budget_s: float) -> Device:
         flops_per_s=flops_per_s,
         is_exact=is_exact and repeats,
         digest=digest,
-        copy_in_bytes_per_s=copy_in,
-        copy_out_bytes_per_s=copy_out,
         free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available,
         num_threads=torch.get_num_threads(),
         versions=_versions(device),
     )
 
 
-def give_back(device: torch.device) -> None:
-    """Free all memory of the device, so that a run finds it as without these measurements."""
+def free_memory(device: torch.device) -> None:
+    """Free all memory of the device, so that a run starts as without these measurements."""
     if device.type == "cuda":
         import torch
 
@@ -154,7 +157,7 @@ def give_back(device: torch.device) -> None:
 
 
 def _is_exact(device: torch.device) -> bool:
-    """Whether products of small whole numbers, which every number format holds, come out as they must."""
+    """Whether products of small integers, which every dtype represents exactly, are right."""
     import torch
 
     shapes = [(torch.float32, 512, 512, 4)]
@@ -172,7 +175,7 @@ def _is_exact(device: torch.device) -> bool:
 
 
 def _speed(device: torch.device, budget_s: float) -> tuple[float, bool, str]:
-    """Operations a second, whether the same product gives the same bits again, and a digest of them."""
+    """FLOP/s, whether the same product gives the same bits again, and a digest of them."""
     import torch
 
     is_gpu = device.type == "cuda"
@@ -189,26 +192,14 @@ def _speed(device: torch.device, budget_s: float) -> tuple[float, bool, str]:
         for _ in range(num_calls):
             torch.mm(left, right, out=out)
 
-    best_s = best_time_s(call, device, budget_s)
+    best_s = _best_time_s(call, device, budget_s)
     repeats = not is_gpu or torch.equal(first, out)
     digest = hashlib.sha256(out[:256].float().cpu().numpy().tobytes()).hexdigest()[:16]
     return 2.0 * side**3 * num_calls / best_s, repeats, digest
 
 
-def _copies(device: torch.device) -> tuple[float, float]:
-    """Bytes a second from the host to the device and back; on a CPU, within its memory."""
-    import torch
-
-    is_gpu = device.type == "cuda"
-    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=is_gpu).fill_(1)
-    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).fill_(1)
-    into_s = best_time_s(lambda: there.copy_(host, non_blocking=True), device, 0.0)
-    back_s = best_time_s(lambda: host.copy_(there, non_blocking=True), device, 0.0)
-    return _COPY_BYTES / into_s, _COPY_BYTES / back_s
-
-
-def best_time_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """The shortest time of a call that is repeated for so long, and three times at least."""
+def _best_time_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """The shortest time of a call that is repeated for the budget, at least three times."""
     import torch
 
     deadline, best_s, count = time.perf_counter() + budget_s, float("inf"), 0
@@ -245,17 +236,17 @@ def _versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def write_token(folder: Path) -> Path:
-    """A small new file in the folder of runs, or in what there is of the path to it."""
-    if (in_the_way := obstacle(folder.absolute())) is not None:
-        raise NotADirectoryError(errno.ENOTDIR, f"{in_the_way} is no folder")
+def write_probe_file(folder: Path) -> Path:
+    """Make a small file in the folder of runs, or in its nearest existing parent."""
+    if (file := obstacle(folder.absolute())) is not None:
+        raise NotADirectoryError(errno.ENOTDIR, f"{file} is no folder")
     path = existing(folder.absolute()) / f".stormo-preflight-{uuid.uuid4().hex}"
     path.touch()
     return path
 
 
-def is_seen(path: Path) -> bool:
-    """Whether a file that another node has just written is seen here."""
+def is_visible(path: Path) -> bool:
+    """Whether a file that another node has just written is visible here."""
     deadline = time.monotonic() + _SEEN_WITHIN_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -270,11 +261,11 @@ _NUM_SMALL, _NUM_LARGE = 20, 3
 
 
 class LinkTimer:
-    """One worker's view of what its data travels on.
+    """Times the exchange of one worker with others.
 
     Args:
         device: of this worker; Gloo moves data of the host.
-        budget_s: how long one measurement may take, about.
+        budget_s: about how long one measurement may take.
     """
 
     def __init__(self, device: torch.device, backend: str, rank: int, budget_s: float) -> None:
@@ -285,11 +276,11 @@ class LinkTimer:
         self._rank, self._budget_s = rank, budget_s
 
     def swap(self, peer: int) -> tuple[float, float]:
-        """Seconds for the smallest message, and bytes a second each way, when this worker and a peer swap data."""
-        return self.around(sorted((self._rank, peer)))
+        """Latency of the smallest message, and bytes per second each way, when this worker and a peer swap data."""
+        return self.ring(sorted((self._rank, peer)))
 
-    def around(self, ranks: list[int]) -> tuple[float, float]:
-        """The same where each of these workers sends to the next one and receives from the one before."""
+    def ring(self, ranks: list[int]) -> tuple[float, float]:
+        """The same in a ring, where each of these workers sends to the next and receives from the one before."""
         import torch
 
         at = ranks.index(self._rank)
@@ -297,16 +288,16 @@ class LinkTimer:
 
         def agree(seconds: float) -> float:
             longest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-            for _ in ranks[1:]:  # passed on until everybody has seen every one
+            for _ in ranks[1:]:  # a maximum around the ring
                 received = torch.empty_like(longest)
                 _shift(longest, after, received, before)
                 longest = torch.maximum(longest, received)
             return float(longest)
 
-        return self._climb(lambda sent, received: _shift(sent, after, received, before), agree)
+        return self._time_sizes(lambda sent, received: _shift(sent, after, received, before), agree)
 
     def all_reduce(self, size: int) -> tuple[float, float]:
-        """Seconds for the smallest all-reduce over all workers, and bytes a second that each sends and receives."""
+        """Latency of the smallest all-reduce over all workers, and bytes per second that each sends and receives."""
         import torch
         import torch.distributed as dist
 
@@ -315,11 +306,13 @@ class LinkTimer:
             dist.all_reduce(longest, op=dist.ReduceOp.MAX)
             return float(longest)
 
-        latency_s, bytes_per_s = self._climb(lambda sent, _: dist.all_reduce(sent), agree)
+        latency_s, bytes_per_s = self._time_sizes(lambda sent, _: dist.all_reduce(sent), agree)
         return latency_s, bytes_per_s * 2 * (size - 1) / size
 
-    def _climb(self, step: Callable[[Tensor, Tensor], object], agree: Callable[[float], float]) -> tuple[float, float]:
-        """Larger and larger messages until one takes its share of the budget; all that take part climb alike."""
+    def _time_sizes(
+        self, step: Callable[[Tensor, Tensor], object], agree: Callable[[float], float]
+    ) -> tuple[float, float]:
+        """Time larger and larger messages until one takes its share of the budget; all workers agree on the sizes."""
         import torch
 
         small = torch.zeros(2, 1, device=self.device)
@@ -358,7 +351,7 @@ _ALL_WITH_ALL = 32  # nodes; above, each has partners at distances 1, 2, 4, ... 
 
 
 def partners(node: int, num_nodes: int) -> list[int]:
-    """The nodes that a node connects to: all others, or about log2 of them; always node 0, whose clock is the job's."""
+    """The nodes that a node connects to: all others, or about log2 of them, and always node 0 for its clock."""
     if num_nodes <= _ALL_WITH_ALL:
         return [other for other in range(num_nodes) if other != node]
     steps = [1 << power for power in range(math.ceil(math.log2(num_nodes)))]
@@ -366,7 +359,7 @@ def partners(node: int, num_nodes: int) -> list[int]:
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The same pairs in rounds in which no node has two partners."""
+    """The same pairs in rounds in which each node has at most one partner."""
     found: list[list[tuple[int, int]]] = []
     for pair in pairs:
         free = next((turn for turn in found if not any(set(pair) & set(other) for other in turn)), None)
@@ -378,18 +371,169 @@ def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def rounds(num_nodes: int, most: int | None = None) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs, as of a tournament: no pair comes twice, and all come unless that is more than `most`.
-
-    With an odd number of nodes one of them rests in each round.
-    """
-    seats = num_nodes + num_nodes % 2  # an empty seat gives whoever would meet it a rest
+    """Round-robin tournament: rounds of disjoint pairs, every pair once, or evenly spaced `most` rounds of them."""
+    seats = num_nodes + num_nodes % 2  # an odd number of nodes has an empty seat
     turns = list(range(seats - 1))
-    if most is not None and len(turns) > most:  # all rounds of thousands of nodes would be millions of pairs
+    if most is not None and len(turns) > most:  # thousands of nodes have millions of pairs
         turns = [index * len(turns) // most for index in range(most)]
     found = []
     for turn in turns:
-        # Seat 0 stays, the others move on by one: everybody meets everybody.
+        # Seat 0 stays, the others rotate by one.
         ring = [0, *(1 + (index + turn) % (seats - 1) for index in range(seats - 1))]
         pairs = [(ring[index], ring[seats - 1 - index]) for index in range(seats // 2)]
         found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < num_nodes])
     return found
+
+
+OUTCOMES = {
+    "timeout": "the connection timed out",
+    "refused": "the connection was refused",
+    "failed": "no connection can be made",
+    "silent": "a connection was opened, but nothing was received",
+    "wrong_peer": "another program answered there",
+    "packets": "small packets pass, but large ones do not",
+}
+OPEN_PORTS = (
+    "open all TCP ports between the nodes in their firewalls, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+    "to the interface of a network that joins them"
+)
+_IP = (socket.AF_INET, socket.AF_INET6)
+_LARGE_BYTES = 256 * 1024
+_NUM_CLOCK_READINGS = 5
+_BACKLOG = 4096
+
+
+def own_address(rank_info: RankInfo, environ: Mapping[str, str] | None = None) -> str:
+    """The numeric address at which the other nodes reach this node's workers."""
+    if rank_info.all_on_this_host:
+        return LOOPBACK
+    environ = os.environ if environ is None else environ
+    named = environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    interface = named or interface_towards(rank_info.master_addr, rank_info.peer)
+    if interface is None:
+        return resolve(rank_info.host)[0]  # as Gloo itself would
+    found = psutil.net_if_addrs().get(interface, [])
+    if named and not found:
+        raise SettingError(
+            f"GLOO_SOCKET_IFNAME={named} is set",
+            f"host {rank_info.host} has no such interface (it has {', '.join(sorted(psutil.net_if_addrs()))})",
+            "unset it, or name one of these",
+        )
+    families = {family: [each.address.partition("%")[0] for each in found if each.family == family] for family in _IP}
+    numbers = [number for family in _IP for number in families[family]]
+    usable = [number for number in numbers if not ipaddress.ip_address(number).is_link_local]
+    return next(iter(usable or numbers), LOOPBACK)
+
+
+def require_rendezvous(rank_info: RankInfo, limit_s: float = 5.0) -> None:
+    """Raise if node 0's rendezvous, which stormo's launcher has opened by now, cannot be reached."""
+    if rank_info.launcher != "local" or rank_info.node_id == 0:
+        return
+    try:
+        socket.create_connection((rank_info.master_addr, rank_info.master_port), limit_s).close()
+    except OSError as error:
+        why = OUTCOMES["timeout"] if isinstance(error, TimeoutError) else error.strerror or str(error)
+        where = shown(rank_info.master_addr, rank_info.master_port)
+        raise StormoError(
+            f"preflight: node 0 cannot be reached at {where} from node {rank_info.node_id} ({rank_info.host}): {why}; "
+            f"{OPEN_PORTS}."
+        ) from None
+
+
+class ProbeServer:
+    """Answers the probes of other nodes in a background thread, on the address that the workers will use.
+
+    It answers with its node, its clock, and more data than one packet holds: a path may drop large packets only.
+    """
+
+    def __init__(self, node: int, address: str) -> None:
+        self._node = node
+        self._listener = listen(address, 0, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.address, self.port = address, int(self._listener.getsockname()[1])
+        self._loop = asyncio.new_event_loop()
+        self._server: asyncio.Server | None = None
+        self._thread = threading.Thread(target=self._run, name="stormo-probe-server", daemon=True)
+        self._thread.start()
+
+    def connect_all(self, workers: Sequence[WorkerInfo], limit_s: float) -> list[Attempt]:
+        """Probe the first workers of other nodes, all at once."""
+
+        async def attempts() -> list[Attempt]:
+            return await asyncio.gather(*(_attempt(self._node, worker, limit_s) for worker in workers))
+
+        return asyncio.run_coroutine_threadsafe(attempts(), self._loop).result()
+
+    def close(self) -> None:
+        """Close the port and end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._answer, sock=self._listener))
+        self._loop.run_forever()
+        self._server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            writer.write(_line({"node": self._node, "port": self.port}))
+            while request := await reader.readline():
+                writer.write(_line({"time": time.time()}) if request == b"time\n" else bytes(_LARGE_BYTES))
+                await writer.drain()
+        writer.close()
+
+
+async def _attempt(node: int, worker: WorkerInfo, limit_s: float) -> Attempt:
+    stage, clock = "timeout", (0.0, 0.0)
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(limit_s):
+            reader, writer = await asyncio.open_connection(worker.address, worker.port)
+            stage = "silent"
+            if _parse(await reader.readline()) != {"node": worker.node, "port": worker.port}:
+                return Attempt(node=node, to=worker.node, outcome="wrong_peer")
+            clock = min([await _read_clock(reader, writer) for _ in range(_NUM_CLOCK_READINGS)], key=lambda one: one[1])
+            stage = "packets"
+            writer.write(b"data\n")
+            await reader.readexactly(_LARGE_BYTES)
+    except TimeoutError:
+        return Attempt(node=node, to=worker.node, outcome=stage, detail=f"after {limit_s:g} s")
+    except ValueError:  # a line longer than the buffer
+        return Attempt(node=node, to=worker.node, outcome="wrong_peer")
+    except (OSError, EOFError) as error:
+        outcome = "refused" if isinstance(error, ConnectionRefusedError) else "failed"
+        number = getattr(error, "errno", None)
+        detail = os.strerror(number) if number else "the peer closed it"
+        return Attempt(node=node, to=worker.node, outcome=outcome, detail=detail)
+    finally:
+        if writer is not None:
+            writer.close()
+    return Attempt(node=node, to=worker.node, outcome="ok", clock_ahead_s=clock[0], clock_error_s=clock[1])
+
+
+async def _read_clock(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
+    """How far the other clock is ahead, and the error of that: half of the round trip."""
+    sent = time.time()
+    writer.write(b"time\n")
+    peer_time = _parse(await reader.readline()).get("time", float("nan"))
+    received = time.time()
+    return peer_time - (sent + received) / 2, (received - sent) / 2
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = json.loads(line)
+        if isinstance(found, dict):
+            return found
+    return {}

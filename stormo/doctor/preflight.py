@@ -1,8 +1,7 @@
-"""The measurements of a job, phase by phase on all workers: who came, who reaches whom, devices, links.
+"""Measures a job in phases on all workers: arrival, connections between nodes, devices, links.
 
-Every phase has a time limit. The workers report over the store where they have met, which is no part of what is
-measured: when a collective hangs, rank 0 still learns who has finished and who has not. Rank 0 judges, names the
-culprit in one sentence, and the others end with it.
+Every phase has a time limit. The workers report over the store, not over what is measured: when a collective hangs,
+rank 0 still learns who has finished. Rank 0 names the culprit in one sentence, and all workers end with it.
 """
 
 from __future__ import annotations
@@ -19,30 +18,36 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stormo.doctor.finding import Finding
-from stormo.doctor.judge import Names, best_of, doubtful, inside_links, judge, round_links, sentence
+from stormo.doctor.finding import Finding, in_one_line
+from stormo.doctor.judge import Names, inside_links, judge, merge_links, outliers, round_links, sentence
 from stormo.doctor.measure import (
+    OPEN_PORTS,
+    AllReduce,
     Attempt,
     Device,
     LinkTimer,
     Measurements,
-    Overall,
+    ProbeServer,
     WorkerInfo,
     disjoint,
-    give_back,
-    is_seen,
+    free_memory,
+    is_visible,
     measure_device,
+    own_address,
     partners,
     rounds,
-    write_token,
+    write_probe_file,
 )
-from stormo.doctor.network import OPEN_PORTS, Greeter, own_address
-from stormo.errors import EXIT_FAILURE, StormoError
+from stormo.errors import EXIT_FAILURE, StormoError, pluralize
 from stormo.launch import FailureReporter, RankInfo
+from stormo.telemetry.record import Notice
+from stormo.telemetry.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from stormo.config.layout import Layout
+    from stormo.config.schema import TrainConfig
     from stormo.distributed.store import SignedStore, Store
     from stormo.distributed.world import World
 
@@ -50,7 +55,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.005
 _GRACE_S = 2.0  # for workers that began a little later
 _VERDICT_S = 60.0  # for rank 0's decision, after the limit
-_ATTEMPTS = 3  # at what looks slow, before anybody is blamed
+_ATTEMPTS = 3  # at what looks slow
 _MOST_AGAIN = 4  # rounds of such pairs
 _MOST_FAILURES = 3  # that are named
 Pairs = Sequence[tuple[int, int]]
@@ -58,7 +63,7 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How long each part may take; what goes well takes a fraction of it."""
+    """The longest that each phase may take."""
 
     arrival_s: float
     reach_s: float = 5.0
@@ -71,10 +76,10 @@ class Limits:
 
 
 class PreflightError(StormoError):
-    """What was found keeps the job from running well; the first error in one sentence.
+    """The first error found, in one sentence.
 
     Args:
-        is_hang: whether some workers are stuck, and have to be ended.
+        is_hang: whether some workers hang, and have to be ended.
     """
 
     def __init__(self, findings: Sequence[Finding], *, is_hang: bool = False) -> None:
@@ -97,11 +102,10 @@ class PreflightStoppedError(StormoError):
 
 
 class Phases:
-    """One worker's part of the phases.
+    """Runs phases on all workers, which report to rank 0 over a store.
 
     Args:
-        store: of this use alone; what strangers write into the store is refused.
-        on_hang: called in a thread of rank 0 when that one itself hangs; ends the process.
+        on_hang: called in a thread of rank 0 when rank 0 itself hangs; ends the process.
     """
 
     def __init__(self, store: SignedStore, rank: int, size: int, on_hang: Callable[[HungError], None]) -> None:
@@ -111,7 +115,7 @@ class Phases:
     def run(
         self, phase: str, part: Callable[[], Any], limit_s: float, decide: Callable[[list[Any]], Any] | None = None
     ) -> Any:
-        """Do this worker's part; returns on all workers what rank 0 decides from the values of all of them."""
+        """Do this worker's part; returns on all workers what rank 0 decides from all values."""
         began = time.monotonic()
         watch = watchdog(limit_s + _GRACE_S, lambda: self._on_hang(self._hang(phase, limit_s, self._answers(phase))))
         try:
@@ -119,7 +123,7 @@ class Phases:
                 watch.start()
             answer = {"value": part()}
         except Exception as error:
-            answer = {"failure": _in_words(error)}
+            answer = {"failure": in_one_line(error)}
         finally:
             watch.cancel()
         self._store.put(f"{phase}/{self._rank}", answer)
@@ -137,15 +141,15 @@ class Phases:
         return decided
 
     def share(self, name: str, value: Any) -> None:
-        """Tell the workers that ask for it."""
+        """Publish a value to all workers."""
         self._store.put(f"shared/{name}", value)
 
     def shared(self, name: str) -> Any:
-        """What a worker shares, once it does."""
+        """Wait for a published value."""
         return self._store.get(f"shared/{name}", timedelta(seconds=_VERDICT_S))
 
     def stop(self, phase: str, sentence: str) -> None:
-        """End the phases on all workers; rank 0 says so instead of a decision."""
+        """End the phases on all workers; called by rank 0 in place of a decision."""
         self._store.put(f"{phase}/verdict", {"stop": sentence})
 
     def _verdict(self, phase: str, limit_s: float) -> Any:
@@ -155,7 +159,7 @@ class Phases:
         return verdict["decided"]
 
     def _answers(self, phase: str) -> dict[int, dict[str, Any]]:
-        """What has been answered so far, by rank."""
+        """The answers so far, by rank."""
         names = {rank: f"{phase}/{rank}" for rank in range(self._size)}
         if not self._store.has(list(names.values())):
             names = {rank: name for rank, name in names.items() if self._store.has([name])}
@@ -168,44 +172,37 @@ class Phases:
 
 
 def watchdog(limit_s: float, call: Callable[[], None]) -> threading.Timer:
-    """Calls something unless it is cancelled in time; to be started."""
+    """A timer, not yet started, that does not keep the process alive."""
     timer = threading.Timer(limit_s, call)
     timer.daemon = True
     return timer
 
 
-def end_process(error: StormoError, lifeline: FailureReporter) -> None:
-    """Report the error to all workers and end this process, whatever its main thread waits for."""
-    if lifeline.shows_failures:
-        lifeline.report_failure(error, secondary=False)
+def end_process(error: StormoError, reporter: FailureReporter) -> None:
+    """Report the error to all workers and end this process, even if its main thread hangs."""
+    if reporter.shows_failures:
+        reporter.report_failure(error, secondary=False)
     else:
         print(f"stormo: {error}", file=sys.stderr, flush=True)  # noqa: T201
     os._exit(EXIT_FAILURE)
 
 
-def _in_words(error: Exception) -> str:
-    if isinstance(error, StormoError):
-        return str(error).rstrip(".")
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-_LOOK = "look at that machine: its kernel log (dmesg), its load, and nvidia-smi, which should answer at once"
+_CHECK_MACHINE = "look at that machine: its kernel log (dmesg), its load, and nvidia-smi, which should answer at once"
 _TEXTS = {
-    "arrival": ("did not come", "check that every worker was started and can reach rank 0, or raise --timeout"),
-    "reach": ("did not say whom they reach", _LOOK),
+    "arrival": ("did not arrive", "check that every worker was started and can reach rank 0, or raise --timeout"),
+    "reach": ("did not report which nodes they reach", _CHECK_MACHINE),
     "joining": ("did not join the others", OPEN_PORTS),
     "folder": (
         "did not write a small file into the folder of the runs",
         "see whether its file system answers on that machine (ls), or choose another folder with --runs-folder",
     ),
-    "device": ("did not finish a small computation", _LOOK),
+    "device": ("did not finish a small computation", _CHECK_MACHINE),
     "inside": (
         "did not finish an exchange between the workers of their node",
-        "run again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 tells whether the way between the GPUs is to blame",
+        "run again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 tells whether the path between the GPUs is the cause",
     ),
     "all": (
-        "did not finish an all-reduce over all workers, though every pair of nodes that was tried works",
+        "did not finish an all-reduce over all workers, though every measured pair of nodes works",
         "run again with NCCL_DEBUG=INFO and fewer nodes at a time",
     ),
 }
@@ -214,22 +211,22 @@ _TEXTS = {
 def describe_hang(hung: HungError, names: Names, schedule: Sequence[Sequence[tuple[int, int]]]) -> list[Finding]:
     """The findings on a phase that hung or failed."""
     found = []
-    phase = hung.phase.split()[0]  # without its number
-    if hung.missing and hung.phase.startswith("round "):
-        found += _hung_pairs(hung, names, schedule[int(hung.phase.split()[1])])
+    phase, _, number = hung.phase.partition(" ")
+    if hung.missing and phase == "round":
+        found += _hung_pairs(hung, names, schedule[int(number)])
     elif hung.missing:
-        text, fix = _TEXTS.get(phase, (f"did not finish {hung.phase}", _LOOK))
+        text, fix = _TEXTS.get(phase, (f"did not finish {hung.phase}", _CHECK_MACHINE))
         found.append(_hung(hung.phase, names.ranks(hung.missing), f"{text} within {hung.limit_s:g} s", fix))
     for rank, failure in list(hung.failures.items())[:_MOST_FAILURES]:
         text = f"failed in the phase {hung.phase}: {failure}"
-        found.append(_hung(hung.phase, names.rank(rank), text, _TEXTS.get(phase, ("", _LOOK))[1]))
+        found.append(_hung(hung.phase, names.rank(rank), text, _TEXTS.get(phase, ("", _CHECK_MACHINE))[1]))
     return found
 
 
 def _hung_pairs(hung: HungError, names: Names, pairs: Sequence[tuple[int, int]]) -> list[Finding]:
     nodes = {names.node_of(rank) for rank in hung.missing}
     text = f"opened connections, but an exchange between them did not end within {hung.limit_s:g} s"
-    fix = "look at the way between the two: packets are lost, or their MTU differs; leave one of them out until then"
+    fix = "look at the path between the two: packets are lost, or their MTU differs; leave one of them out until then"
     return [_hung("link", names.nodes(pair), text, fix) for pair in pairs if nodes & set(pair)]
 
 
@@ -237,29 +234,25 @@ def _hung(check: str, where: str, text: str, fix: str) -> Finding:
     return Finding(check, "error", text, fix, where=where, group="job")
 
 
-def _around(timer: LinkTimer, ranks: list[int]) -> tuple[float, float] | None:
-    return timer.around(ranks) if len(ranks) > 1 else None
-
-
 class Preflight:
     """One worker's part of the measurements; every worker calls the same methods in the same order.
 
     Args:
-        store: where the workers meet; None for a single one.
+        store: of the job; None for a single worker.
         backend: "gloo" or "nccl".
-        runs_folder: checked for space, and whether all nodes see it; None: not checked.
+        runs_folder: checked for space, and whether all nodes see it.
         needs_shared_folder: whether every worker writes there.
         on_hang: called with the error when rank 0 itself hangs; ends the process.
     """
 
     def __init__(
         self,
-        place: RankInfo,
+        rank_info: RankInfo,
         store: Store | None,
         *,
         backend: str,
         limits: Limits,
-        runs_folder: Path | None,
+        runs_folder: Path,
         needs_shared_folder: bool,
         on_hang: Callable[[PreflightError], None],
     ) -> None:
@@ -267,32 +260,32 @@ class Preflight:
 
         from stormo.distributed.store import SignedStore
 
-        self._place, self._backend, self._limits = place, backend, limits
+        self._rank_info, self._backend, self._limits = rank_info, backend, limits
         self._runs_folder = runs_folder
         self._deadline = time.monotonic() + limits.whole_s
         self.measured = Measurements(needs_shared_folder=needs_shared_folder)
-        self._schedule = rounds(place.num_nodes, 2 * math.ceil(math.log2(max(place.num_nodes, 2))) + 8)
-        # A connection of its own: the other one may be what hangs.
-        alone = SignedStore(dist.HashStore(), "preflight", b"")
-        signed = store.signed("preflight", own_connection=True) if store else alone
-        self._phases = Phases(signed, place.rank, place.world_size, self._hang)
+        self._schedule = rounds(rank_info.num_nodes, 2 * math.ceil(math.log2(max(rank_info.num_nodes, 2))) + 8)
+        # A separate connection: the shared one may be what hangs.
+        local = SignedStore(dist.HashStore(), "preflight", b"")
+        signed = store.signed("preflight", own_connection=True) if store else local
+        self._phases = Phases(signed, rank_info.rank, rank_info.world_size, self._hang)
         self._on_hang = on_hang
-        self._token: Path | None = None  # that rank 0 has written for the others to see
-        self._played: list[Pairs] = []
-        self._greeter: Greeter | None = None
-        self._ranks: dict[int, list[int]] = {}  # of the nodes that this worker has to do with
+        self._probe_file: Path | None = None  # written by rank 0, looked for by the other nodes
+        self._rounds_run: list[Pairs] = []
+        self._server: ProbeServer | None = None
+        self._ranks: dict[int, list[int]] = {}  # by node
 
     @property
     def names(self) -> Names:
-        """The names of the nodes and workers that have come so far."""
+        """The names of the nodes and workers that have arrived."""
         return Names(self.measured.workers)
 
     def findings(self) -> list[Finding]:
-        """What rank 0 has found so far."""
+        """The findings so far, on rank 0."""
         return judge(self.measured)
 
     def gather(self, phase: str, part: Callable[[], Any], limit_s: float) -> list[Any]:
-        """Run a phase of the caller's; returns the values of all workers on rank 0, and nothing on the others."""
+        """Run the caller's phase; returns the values of all workers on rank 0, and nothing on the others."""
         found: list[Any] = []
         self._run(phase, part, limit_s, found.extend)
         return found
@@ -306,113 +299,116 @@ class Preflight:
         self._run("verdict", lambda: None, self._limits.exchange_s, is_verdict=True)
 
     def connect(self) -> None:
-        """Before the workers join: have they come, and can their nodes reach one another?"""
+        """Before the workers join: have all arrived, and do their nodes reach one another?"""
         try:
             self._run("arrival", self._arrive, self._limits.arrival_s, self._take_workers)
-            if self._place.num_nodes > 1:
+            if self._rank_info.num_nodes > 1:
                 self._run("reach", self._reach, self._limits.reach_s + 5.0, self._take_attempts, is_verdict=True)
         finally:
-            if self._greeter is not None:
-                self._greeter.close()
+            if self._server is not None:
+                self._server.close()
 
     def join(self, make: Callable[[], World]) -> World:
-        """Join the process group, as a phase with its limit."""
+        """Join the process group within the limit of this phase."""
         made: list[World] = []
         self._run("joining", lambda: made.append(make()), self._limits.joining_s)
         return made[0]
 
     def measure(self, device: torch.device) -> None:
-        """Devices, then data inside each node, between pairs of nodes, and through all workers."""
-        limits, place = self._limits, self._place
+        """Measure devices, then exchange inside each node, between pairs of nodes, and over all workers."""
+        limits, rank_info = self._limits, self._rank_info
         try:
-            self._run("folder", self._offer_token, limits.exchange_s)
+            self._run("folder", self._write_probe_file, limits.exchange_s)
             self._run("device", lambda: self._measure_device(device), limits.device_s, self._take_devices)
         finally:
-            self._take_token_back()
-        if place.world_size == 1:
+            self._delete_probe_file()
+        if rank_info.world_size == 1:
             return
-        timer = LinkTimer(device, self._backend, place.rank, limits.one_measurement_s)
-        own = self._ranks_of(place.node_id)
+        timer = LinkTimer(device, self._backend, rank_info.rank, limits.one_measurement_s)
+        own = self._ranks_of(rank_info.node_id)
+
+        def exchange_inside() -> tuple[float, float] | None:
+            return timer.ring(own) if len(own) > 1 else None
+
         for attempt in range(_ATTEMPTS):
-            phase = f"inside {attempt}"
-            if not self._run(phase, lambda: _around(timer, own), limits.exchange_s, self._take_inside):
+            if not self._run(f"inside {attempt}", exchange_inside, limits.exchange_s, self._take_inside):
                 break
         began = time.monotonic()
         again = self._exchange_all(timer, self._schedule, began)
         for _ in range(_ATTEMPTS - 1):
             if again:
                 again = self._exchange_all(timer, again, began)
-        self._run("all", lambda: timer.all_reduce(place.world_size), limits.exchange_s, self._take_overall)
-        give_back(device)
+        self._run("all", lambda: timer.all_reduce(rank_info.world_size), limits.exchange_s, self._take_all_reduce)
+        free_memory(device)
 
     def _exchange_all(self, timer: LinkTimer, schedule: Sequence[Pairs], began: float) -> list[Pairs]:
-        """Run rounds of pairs while there is time; returns the pairs that were slow, to be measured again."""
-        told: dict[str, Any] = {}
+        """Run rounds of pairs while there is time; returns the slow pairs, to be measured again."""
+        decided: dict[str, Any] = {}
         for pairs in schedule:
-            self._played.append(pairs)
-            told = self._exchange(timer, pairs, began)
-            if not told["has_time"]:
+            self._rounds_run.append(pairs)
+            decided = self._exchange(timer, pairs, began)
+            if not decided["has_time"]:
                 break
-        return [[(a, b) for a, b in pairs] for pairs in told.get("again", [])]
+        return [[(a, b) for a, b in pairs] for pairs in decided.get("again", [])]
 
     def _exchange(self, timer: LinkTimer, pairs: Pairs, began: float) -> Any:
         peer = self._peer(pairs)
         return self._run(
-            f"round {len(self._played) - 1}",
+            f"round {len(self._rounds_run) - 1}",
             lambda: None if peer is None else timer.swap(peer),
             self._limits.exchange_s,
             lambda values: self._take_round(pairs, values, began),
         )
 
-    # --- each worker's part --------------------------------------------------------------------------------------
-
     def _arrive(self) -> dict[str, Any]:
-        place = self._place
-        worker = WorkerInfo(rank=place.rank, node=place.node_id, local_rank=place.local_rank, host=place.host)
-        if place.num_nodes > 1 and worker.leads_node:
-            self._greeter = Greeter(place.node_id, own_address(place))
-            worker = replace(worker, address=self._greeter.address, port=self._greeter.port)
+        rank_info = self._rank_info
+        worker = WorkerInfo(
+            rank=rank_info.rank, node=rank_info.node_id, local_rank=rank_info.local_rank, host=rank_info.host
+        )
+        if rank_info.num_nodes > 1 and worker.leads_node:
+            self._server = ProbeServer(rank_info.node_id, own_address(rank_info))
+            worker = replace(worker, address=self._server.address, port=self._server.port)
         return asdict(worker)
 
     def _reach(self) -> list[dict[str, Any]]:
-        if self._greeter is None:
+        if self._server is None:
             return []
-        wanted = partners(self._place.node_id, self._place.num_nodes)
+        wanted = partners(self._rank_info.node_id, self._rank_info.num_nodes)
         workers = [WorkerInfo(**self._phases.shared(f"leader/{node}")) for node in wanted]
-        return [asdict(attempt) for attempt in self._greeter.try_all(workers, self._limits.reach_s)]
+        return [asdict(attempt) for attempt in self._server.connect_all(workers, self._limits.reach_s)]
 
-    def _offer_token(self) -> None:
+    def _write_probe_file(self) -> None:
         """Rank 0 writes a file that the other nodes then look for."""
-        if self._runs_folder is None or not self._place.is_main:
+        if not self._rank_info.is_main:
             return
         free, why = None, ""
         try:
-            self._token = write_token(self._runs_folder)
-            free = shutil.disk_usage(self._token.parent).free
+            self._probe_file = write_probe_file(self._runs_folder)
+            free = shutil.disk_usage(self._probe_file.parent).free
         except OSError as error:
             why = error.strerror or str(error)
         folder = str(self._runs_folder)
         self.measured = replace(self.measured, runs_folder=folder, runs_folder_free_bytes=free, runs_folder_error=why)
-        self._phases.share("token", None if self._token is None else str(self._token))
+        self._phases.share("probe_file", None if self._probe_file is None else str(self._probe_file))
 
-    def _take_token_back(self) -> None:
-        if self._token is not None:
-            self._token.unlink(missing_ok=True)
+    def _delete_probe_file(self) -> None:
+        if self._probe_file is not None:
+            self._probe_file.unlink(missing_ok=True)
 
     def _measure_device(self, device: torch.device) -> dict[str, Any]:
-        found = measure_device(device, self._place.rank, self._limits.one_measurement_s)
-        if self._runs_folder is not None and self._place.local_rank == 0 and self._place.node_id:
-            token = self._phases.shared("token")
-            found = replace(found, sees_runs_folder=None if token is None else is_seen(Path(token)))
+        found = measure_device(device, self._rank_info.rank, self._limits.one_measurement_s)
+        if self._rank_info.local_rank == 0 and self._rank_info.node_id:
+            probe_file = self._phases.shared("probe_file")
+            found = replace(found, sees_runs_folder=None if probe_file is None else is_visible(Path(probe_file)))
         return asdict(found)
 
     def _peer(self, pairs: Pairs) -> int | None:
         """The worker of the same local position on the paired node; None where there is none."""
-        node = self._place.node_id
+        node = self._rank_info.node_id
         for pair in pairs:
             if node in pair:
                 own, theirs = self._ranks_of(node), self._ranks_of(sum(pair) - node)
-                index = own.index(self._place.rank)
+                index = own.index(self._rank_info.rank)
                 return theirs[index] if index < len(theirs) else None
         return None
 
@@ -420,8 +416,6 @@ class Preflight:
         if node not in self._ranks:
             self._ranks[node] = self._phases.shared(f"ranks/{node}")
         return self._ranks[node]
-
-    # --- what rank 0 makes of it -----------------------------------------------------------------------------------
 
     def _take_workers(self, values: list[Any]) -> None:
         workers = [WorkerInfo(**value) for value in values]
@@ -439,22 +433,20 @@ class Preflight:
         self.measured = replace(self.measured, devices=[Device(**value) for value in values])
 
     def _take_inside(self, values: list[Any]) -> bool:
-        links = best_of([*self.measured.inside, *inside_links(values, self.names)])
+        links = merge_links([*self.measured.inside, *inside_links(values, self.names)])
         self.measured = replace(self.measured, inside=links)
-        return bool(doubtful(links))
+        return bool(outliers(links))
 
     def _take_round(self, pairs: Pairs, values: list[Any], began: float) -> dict[str, Any]:
-        links = best_of([*self.measured.between, *round_links(pairs, values, self.names)])
+        links = merge_links([*self.measured.between, *round_links(pairs, values, self.names)])
         self.measured = replace(self.measured, between=links)
-        again = disjoint((link.a, link.b) for link in doubtful(links))
+        again = disjoint((link.a, link.b) for link in outliers(links))
         return {"has_time": time.monotonic() - began < self._limits.all_rounds_s, "again": again[:_MOST_AGAIN]}
 
-    def _take_overall(self, values: list[Any]) -> None:
+    def _take_all_reduce(self, values: list[Any]) -> None:
         latency_s, rate = values[0]
-        overall = Overall(num_ranks=len(values), latency_s=latency_s, bus_bytes_per_s=rate)
-        self.measured = replace(self.measured, overall=overall)
-
-    # --- phases --------------------------------------------------------------------------------------------------
+        all_reduce = AllReduce(num_ranks=len(values), latency_s=latency_s, bus_bytes_per_s=rate)
+        self.measured = replace(self.measured, all_reduce=all_reduce)
 
     def _run(
         self,
@@ -465,7 +457,7 @@ class Preflight:
         *,
         is_verdict: bool = False,
     ) -> Any:
-        """Run a phase on all workers; a hang ends all of them, and so does an error at a verdict."""
+        """Run a phase on all workers; a hang ends all of them, and at a verdict so does any error."""
 
         def decide(values: list[Any]) -> Any:
             decided = take(values) if take else None
@@ -486,9 +478,54 @@ class Preflight:
             raise
 
     def _hang(self, hung: HungError) -> None:
-        self._take_token_back()
+        self._delete_probe_file()
         self._on_hang(self._error_of(hung))
 
     def _error_of(self, hung: HungError) -> PreflightError:
-        findings = [*describe_hang(hung, self.names, self._played), *self.findings()]
+        findings = [*describe_hang(hung, self.names, self._rounds_run), *self.findings()]
         return PreflightError(findings, is_hang=bool(hung.missing))
+
+
+def join_after_preflight(
+    make: Callable[[], World],
+    device: torch.device,
+    config: TrainConfig,
+    layout: Layout,
+    rank_info: RankInfo,
+    store: Store | None,
+    reporter: FailureReporter,
+) -> tuple[World, list[Notice]]:
+    """Join the workers and measure them; returns the notices of a training, or raises with the culprit named."""
+    from stormo.distributed.store import PeerFailedError
+
+    preflight = Preflight(
+        rank_info,
+        store,
+        backend=layout.backend,
+        limits=Limits(arrival_s=config.workers.timeout),
+        runs_folder=Path(config.run.runs_folder),
+        needs_shared_folder=layout.spec.sharded_checkpoint,
+        on_hang=lambda error: end_process(error, reporter),
+    )
+    try:
+        preflight.connect()
+        world = preflight.join(make)
+        preflight.measure(device)
+        preflight.conclude()
+    except PreflightStoppedError as stopped:
+        raise PeerFailedError(str(stopped)) from None
+    return world, notices_of(preflight.measured, preflight.findings())
+
+
+def notices_of(measured: Measurements, findings: list[Finding]) -> list[Notice]:
+    """A summary, and one notice for each warning."""
+    warnings = [finding for finding in findings if finding.level == "warning"]
+    nodes = {worker.node for worker in measured.workers}
+    parts = [f"{pluralize(len(measured.workers), 'worker')} on {pluralize(len(nodes), 'node')}"]
+    if measured.all_reduce is not None:
+        parts.append(f"all-reduce {format_bytes(measured.all_reduce.bus_bytes_per_s)}/s")
+    if measured.between:
+        parts.append(f"{format_bytes(min(link.bytes_per_s for link in measured.between))}/s or more between nodes")
+    parts.append("no slow device or link" if not warnings else pluralize(len(warnings), "warning"))
+    summary = Notice(kind="info", text=f"preflight: {', '.join(parts)}")
+    return [summary] + [Notice(kind="warning", text=f"preflight: {sentence(finding)}") for finding in warnings]

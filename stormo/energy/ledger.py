@@ -2,7 +2,7 @@
 
 Parts: training, waiting (for input and for other workers), validation, checkpoint, recomputed (done again after a
 resume or a rollback), starting, idle. Waiting is a share of time: a training interval's joules times the share of its
-seconds that were waited. What was not measured is absent and named, never guessed.
+seconds spent waiting. What was not measured is named as a reason, never guessed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stormo.energy.meter import MAX_ERROR
-from stormo.energy.nodefile import Interval, Section, read_sections
+from stormo.energy.node_file import Interval, Section, read_sections
 
 PARTS = ("training", "waiting", "validation", "checkpoint", "recomputed", "starting", "idle")
 JOULES_PER_KWH = 3.6e6
@@ -48,8 +48,8 @@ class AttemptBill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
-    """What one node drew between two of its lines, and where it went."""
+class BilledInterval:
+    """The energy of one node between two of its lines, by part."""
 
     node_id: str
     attempt: int
@@ -62,7 +62,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What a run drew; `total_j` is the sum of `parts_j`."""
+    """The energy of a run; `total_j` is the sum of `parts_j`."""
 
     total_j: float | None  # None: no source was read anywhere
     total_error_j: float
@@ -71,8 +71,8 @@ class Bill:
     kinds_j: dict[str, float]  # "gpu", "cpu", "dram"
     nodes: tuple[NodeBill, ...]
     attempts: tuple[AttemptBill, ...]
-    stretches: tuple[Stretch, ...]  # by node, in order of time
-    reasons: tuple[str, ...]  # what is not in the figures, or is in them besides the job
+    intervals: tuple[BilledInterval, ...]  # by node, in order of time
+    reasons: tuple[str, ...]  # what is missing from the figures, or included besides the job
 
     @property
     def total_wh(self) -> float | None:
@@ -81,19 +81,19 @@ class Bill:
 
     @property
     def uncertain_parts(self) -> tuple[str, ...]:
-        """The parts whose bound is over 5 %: too short for their counters, even all stretches together."""
+        """The parts whose bound is over 5 %: too short for their counters, even all intervals together."""
         return tuple(part for part, joules in self.parts_j.items() if 0 < MAX_ERROR * joules < self.error_j[part])
 
     def joules_until(self, time_unix_s: float) -> float | None:
         """Joules of all nodes and attempts up to a moment; None where nothing was read."""
         if self.total_j is None:
             return None
-        return math.fsum(one.joules * _share_until(one, time_unix_s) for one in self.stretches)
+        return math.fsum(one.joules * _share_until(one, time_unix_s) for one in self.intervals)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What the energy means outside; None where the user gave no figure for it, or nothing was read."""
+    """Emissions and price of the energy; None where the user gave no figure, or nothing was read."""
 
     co2e_g: float | None
     money: float | None
@@ -120,17 +120,17 @@ def read_bill(run_folder: Path) -> Bill:
         reasons += count_once(members)
     mark_lost(attempts)
     is_measured = any(section.sources for section in sections)
-    stretches = [
-        _stretch(section, number, interval)
+    billed = [
+        _billed(section, number, interval)
         for number, members in enumerate(attempts, start=1)
         for section in members
         for interval in section.intervals
     ]
-    by_node: dict[str, list[Stretch]] = {path.stem: [] for path in files}
-    for stretch in sorted(stretches, key=lambda one: one.begin_unix_s):
-        by_node[stretch.node_id].append(stretch)
+    by_node: dict[str, list[BilledInterval]] = {path.stem: [] for path in files}
+    for interval in sorted(billed, key=lambda one: one.begin_unix_s):
+        by_node[interval.node_id].append(interval)
     errors_j, total_error_j = _errors(sections)
-    parts_j = _sum_parts(stretches) if is_measured else {}
+    parts_j = _sum_parts(billed) if is_measured else {}
     return Bill(
         total_j=math.fsum(parts_j.values()) if is_measured else None,
         total_error_j=total_error_j,
@@ -139,13 +139,13 @@ def read_bill(run_folder: Path) -> Bill:
         kinds_j=_sum_kinds(sections),
         nodes=tuple(_node_bill(node_id, sections, own) for node_id, own in by_node.items()),
         attempts=tuple(_attempt_bill(number, members) for number, members in enumerate(attempts, start=1)),
-        stretches=tuple(itertools.chain.from_iterable(by_node.values())),
+        intervals=tuple(itertools.chain.from_iterable(by_node.values())),
         reasons=tuple(dict.fromkeys(reasons + reasons_of(attempts))),
     )
 
 
 def _merge_seams(section: Section) -> None:
-    """Give a moment between two phases that is too short for the counters to the phase after it."""
+    """Assign an idle moment that is too short for the counters to the phase after it."""
     longest_s = max((float(source["interval_s"]) for source in section.sources.values()), default=0.0)
     runs = [list(run) for _, run in itertools.groupby(section.intervals, lambda one: one.phase)]
     for run, after in itertools.pairwise(runs):
@@ -163,9 +163,9 @@ def _parts(interval: Interval) -> dict[str, float]:
     return {interval.phase: 1.0}
 
 
-def _stretch(section: Section, number: int, interval: Interval) -> Stretch:
+def _billed(section: Section, number: int, interval: Interval) -> BilledInterval:
     joules = math.fsum(interval.joules.values())
-    return Stretch(
+    return BilledInterval(
         node_id=section.node_id,
         attempt=number,
         begin_unix_s=interval.begin_unix_s,
@@ -176,17 +176,17 @@ def _stretch(section: Section, number: int, interval: Interval) -> Stretch:
     )
 
 
-def _share_until(stretch: Stretch, time_unix_s: float) -> float:
-    seconds = stretch.end_unix_s - stretch.begin_unix_s
+def _share_until(interval: BilledInterval, time_unix_s: float) -> float:
+    seconds = interval.end_unix_s - interval.begin_unix_s
     if seconds <= 0:
-        return float(stretch.end_unix_s <= time_unix_s)
-    return min(max((time_unix_s - stretch.begin_unix_s) / seconds, 0.0), 1.0)
+        return float(interval.end_unix_s <= time_unix_s)
+    return min(max((time_unix_s - interval.begin_unix_s) / seconds, 0.0), 1.0)
 
 
-def _sum_parts(stretches: Iterable[Stretch]) -> dict[str, float]:
+def _sum_parts(billed: Iterable[BilledInterval]) -> dict[str, float]:
     by_part: dict[str, list[float]] = {part: [] for part in PARTS}
-    for stretch in stretches:
-        for part, joules in stretch.parts_j.items():
+    for interval in billed:
+        for part, joules in interval.parts_j.items():
             by_part[part].append(joules)
     return {part: math.fsum(joules) for part, joules in by_part.items()}
 
@@ -207,10 +207,10 @@ def _sum_kinds(sections: Iterable[Section]) -> dict[str, float]:
     return {kind: math.fsum(joules) for kind, joules in by_kind.items()}
 
 
-def _node_bill(node_id: str, sections: Iterable[Section], stretches: Iterable[Stretch]) -> NodeBill:
+def _node_bill(node_id: str, sections: Iterable[Section], billed: Iterable[BilledInterval]) -> NodeBill:
     own = [section for section in sections if section.node_id == node_id]
     is_measured = any(section.sources for section in own)
-    parts_j = _sum_parts(stretches) if is_measured else {}
+    parts_j = _sum_parts(billed) if is_measured else {}
     return NodeBill(
         node_id=node_id,
         host=", ".join(dict.fromkeys(section.host for section in own)),
@@ -252,12 +252,12 @@ def _errors(sections: Iterable[Section]) -> tuple[dict[str, float], float]:
 
 
 def _runs(intervals: Iterable[Interval]) -> list[list[Interval]]:
-    """Intervals one after the other that go into the same parts: nothing between them can be booked wrongly."""
+    """Consecutive intervals of the same part: there is no error between them."""
     return [list(run) for _, run in itertools.groupby(intervals, lambda one: one.is_lost or one.phase)]
 
 
 def _error_at(section: Section, before: Sequence[Interval], after: Sequence[Interval]) -> float:
-    """The figure there is up to one interval old: what was drawn in that time may be on the wrong side."""
+    """A reading is up to one interval old: the energy of that time may be on the wrong side."""
     errors = []
     sides = [(side, math.fsum(one.seconds for one in side)) for side in (before, after)]
     for source_id, source in section.sources.items():
@@ -293,7 +293,7 @@ def group(sections: Iterable[Section]) -> list[list[Section]]:
 
 
 def mark_lost(attempts: Sequence[Sequence[Section]]) -> None:
-    """Mark what a later attempt had to do again: all after the step at which it began or to which it went back."""
+    """Mark what a later attempt recomputed: everything after the step that it resumed from or rolled back to."""
     back_to = math.inf  # the earliest step decides
     validated_again: set[int] = set()
     for members in reversed(attempts):
@@ -309,7 +309,7 @@ def mark_lost(attempts: Sequence[Sequence[Section]]) -> None:
 
 
 def count_once(members: Sequence[Section]) -> list[str]:
-    """Take a device that two nodes of one machine have both read out of all but one of them; say which."""
+    """Count a device that several nodes of one machine have read at one of them only; return the reasons."""
     owner_of, reasons = owners(
         (section.machine, source_id, section.node_id, section.joules_of(source_id))
         for section in members
@@ -325,9 +325,9 @@ def count_once(members: Sequence[Section]) -> list[str]:
 
 
 def owners(readings: Iterable[tuple[str, str, str, float]]) -> tuple[dict[tuple[str, str], str], list[str]]:
-    """The node at which each device is counted, by (machine, source id), and what is to be said of it.
+    """The node at which each device is counted, by (machine, source id), and the reasons.
 
-    Of several nodes of one machine that have read it, the one that has seen most.
+    Of several nodes of one machine that have read a device, it is the one with the most joules.
 
     Args:
         readings: machine, source id, node and joules, of every node's every device.
@@ -346,7 +346,7 @@ def owners(readings: Iterable[tuple[str, str, str, float]]) -> tuple[dict[tuple[
 
 
 def reasons_of(attempts: Sequence[Sequence[Section]]) -> list[str]:
-    """What is missing from the figures of the attempts, or is in them besides the job."""
+    """What is missing from the figures of the attempts, or included besides the job."""
     nodes_of: dict[str, list[str]] = defaultdict(list)
     texts = []
     if attempts and attempts[0][0].resumed_at_step:
@@ -382,7 +382,7 @@ def _reasons_of(section: Section, where: str) -> list[str]:
 
 
 def named(node_ids: Iterable[str]) -> str:
-    """Some nodes in words, the first few by name."""
+    """A list of nodes, the first few by name."""
     found = sorted(set(node_ids), key=node_order)
     return _listed(found[:_SHOWN_NODES], len(found))
 

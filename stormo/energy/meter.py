@@ -1,4 +1,4 @@
-"""Joules by source since the meter was opened: wrap-arounds undone, power integrated, windows with an error bound."""
+"""Joules by source since the meter was opened: unwraps counters, integrates power, bounds the error of windows."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from stormo.errors import StormoError
 TRACE_VARIABLE = "STORMO_ENERGY_TRACE"
 _POWER_PERIOD_S = 0.05  # power is sampled at 20 Hz: twice as often as NVML renews it
 _LONGEST_PERIOD_S = 60.0
-_POWER_INTERVALS = 5  # power is taken over at least this many intervals of a source, or it is that of the refresh
-# More than any CPU package or its memory draws. It decides how often a counter that wraps must be read, no figure.
+_POWER_INTERVALS = 5  # power is averaged over at least this many intervals of a source
+# More than any CPU package or its memory draws; decides how often a counter that wraps must be read.
 PLAUSIBLE_W = 1000.0
 
 
 class _Tally:
-    """One source: what its raw figures add up to."""
+    """The joules of one source, from its raw readings."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.joules = 0.0
-        self.power_w: float | None = None  # of late
+        self.power_w: float | None = None  # recent
         self.doubts: dict[str, None] = {}  # in order, each once
         self.is_lost = False
-        self._start_j = 0.0  # the counter at opening, less all that wrap-arounds took away
+        self._start_j = 0.0  # the counter at opening, less all wrap-arounds
         self._raw: float | None = None
         self._time_s = 0.0
         self._mark = (0.0, 0.0)  # time and joules from which the power is taken
 
     def take(self, raw: float | None, time_s: float) -> None:
-        """Add a reading; None: it failed, and the next that succeeds closes the gap."""
+        """Add a reading; after a failed one (None), the next closes the gap."""
         if raw is None:
             self._doubt_loss()
             return
@@ -61,7 +61,7 @@ class _Tally:
             self._mark = (time_s, self.joules)
 
     def _step_back(self, before: float, raw: float) -> float:
-        """How far the counter fell without any energy coming back."""
+        """By how much the counter was set back."""
         if self.source.wraps_at_j is not None:
             return self.source.wraps_at_j
         # No counter of this kind wraps: the driver was loaded anew or the GPU was reset, and it counts from zero.
@@ -86,7 +86,7 @@ class _Tally:
 
 
 class Meter:
-    """Reads probes; a thread of its own looks in between where a source wraps around or gives power only."""
+    """Reads probes; a thread reads sources that wrap around or give power only in between."""
 
     def __init__(
         self,
@@ -113,14 +113,16 @@ class Meter:
         self.read()
         period_s = self.period_s
         if background and period_s is not None:
-            self._thread = threading.Thread(target=self._look, args=(period_s,), name="stormo-meter", daemon=True)
+            self._thread = threading.Thread(
+                target=self._read_regularly, args=(period_s,), name="stormo-meter", daemon=True
+            )
             self._thread.start()
 
     @property
     def period_s(self) -> float | None:
-        """How often its thread must look, in seconds; None: no source needs one."""
+        """Seconds between readings of its thread; None: no source needs it."""
         needs = [_POWER_PERIOD_S for source in self.sources if source.method == "power"]
-        # Twice within the shortest time in which a counter could go round.
+        # Twice within the shortest time in which a counter can wrap around.
         needs += [source.wraps_at_j / PLAUSIBLE_W / 2 for source in self.sources if source.wraps_at_j is not None]
         return min(*needs, _LONGEST_PERIOD_S) if needs else None
 
@@ -134,20 +136,20 @@ class Meter:
             return {source_id: tally.joules for source_id, tally in self._tallies.items()}
 
     def power_w(self) -> dict[str, float]:
-        """Watts by source of late, as far as it has been read; without those that were read for too short a time."""
+        """Recent watts by source, without sources that were read for too short a time."""
         with self._lock:
             return {key: tally.power_w for key, tally in self._tallies.items() if tally.power_w is not None}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What its readers must know: whose energy is in the figures, and what may be missing from them."""
+        """Whose energy is in the figures besides the job's, and what may be missing."""
         with self._lock:
             doubts = [doubt for tally in self._tallies.values() for doubt in tally.doubts]
         return (*(note for probe in self._probes for note in probe.notes), *doubts)
 
     @contextmanager
     def window(self, finish: Callable[[], None] = lambda: None) -> Iterator[Window]:
-        """Measure a stretch; `finish` waits until the device has done what it was given, at both ends."""
+        """Measure the energy of a block; `finish` synchronises the device at both ends."""
         finish()
         power_before_w = self.power_w()
         begin_j, begin_s = self.read(), self._clock()
@@ -161,7 +163,7 @@ class Meter:
             window.close(joules, end_s - begin_s, power_before_w)
 
     def close(self) -> None:
-        """End the thread and let go of the probes; a second call does nothing."""
+        """End the thread and close the probes; a second call does nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -170,7 +172,7 @@ class Meter:
         for probe in self._probes:
             probe.close()
 
-    def _look(self, period_s: float) -> None:
+    def _read_regularly(self, period_s: float) -> None:
         while not self._closing.wait(period_s):
             self.read()
 
@@ -203,11 +205,11 @@ MAX_ERROR = 0.05  # of the energy of a window
 
 
 class WindowTooShortError(StormoError):
-    """The stretch is too short for the interval of its counters."""
+    """The window is too short for the interval of its counters."""
 
 
 class Window:
-    """Joules and seconds between two readings; filled when the stretch has ended."""
+    """Joules and seconds between two readings; filled when the block has ended."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
@@ -216,7 +218,7 @@ class Window:
         self.error_by_source_j: dict[str, float] = {}
 
     def close(self, joules: Mapping[str, float], seconds: float, power_before_w: Mapping[str, float]) -> None:
-        """Take the readings; the power before the stretch bounds how old its first one may be."""
+        """Set the readings; the power before the window bounds the error of the first one."""
         self.seconds = seconds
         self.joules_by_source = dict(joules)
         for source in self._sources:
@@ -226,7 +228,7 @@ class Window:
 
     @property
     def error_j(self) -> float:
-        """By how much the sum can be wrong: at each end, power × interval of every source."""
+        """The error bound of the sum: at each end, power × interval of every source."""
         return math.fsum(self.error_by_source_j.values())
 
     @property
@@ -236,19 +238,19 @@ class Window:
 
     @property
     def measured_j(self) -> float:
-        """The joules of all sources together, however uncertain: for adding several windows up."""
+        """The joules of all sources, whatever their error: for sums over windows."""
         return math.fsum(self.joules_by_source.values())
 
     @property
     def joules(self) -> float:
-        """The joules of all sources together; refused where the bound is over 5 % of them."""
+        """The joules of all sources; refused where the error bound is over 5 %."""
         if self.is_too_short:
             raise WindowTooShortError(self.arithmetic)
         return self.measured_j
 
     @property
     def arithmetic(self) -> str:
-        """The figure, its bound, and how long the stretch had to be."""
+        """The joules, their error bound, and how long the window had to be."""
         share = self.error_j / self.measured_j if self.measured_j > 0 else math.inf
         longest_s = max((source.interval_s for source in self._sources), default=0.0)
         text = f"{self.measured_j:.3f} J ± {self.error_j:.3f} J ({share:.1%}) in {self.seconds:.3f} s"
@@ -257,5 +259,5 @@ class Window:
         return (
             f"{text} is over {MAX_ERROR:.0%}: figures are up to {longest_s:g} s old at both ends, so that a steady "
             f"load needs 2 × {longest_s:g} s / {MAX_ERROR:g} = {2 * longest_s / MAX_ERROR:g} s; "
-            "measure a longer stretch, or several together."
+            "measure longer, or several windows together."
         )

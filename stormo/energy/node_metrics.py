@@ -1,7 +1,7 @@
-"""What a node does right now: its GPUs, processors, memory, disks and network, as one dictionary a sample.
+"""The state of a node: its GPUs, processors, memory, disks and network, one dictionary per sample.
 
-Figures are of the whole node, also inside a container, except the network: that shows its own cards alone. What cannot
-be read is None, and so is every rate in the first sample: a rate is the change since the sample before.
+Figures are of the whole node, also inside a container, except those of the network. What cannot be read is None, and
+so is every rate in the first sample: a rate is the change since the last sample.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class NodeMetrics:
         self._clock = clock
         self._host = socket.gethostname()
         self._temperatures = list(_processor_temperatures(system))
-        self._clocks = _spread(sorted(system.glob("devices/system/cpu/cpufreq/policy*/scaling_cur_freq")), _MOST_CLOCKS)
+        self._clocks = _evenly_chosen(
+            sorted(system.glob("devices/system/cpu/cpufreq/policy*/scaling_cur_freq")), _MOST_CLOCKS
+        )
         self._rapl, missing = open_rapl(system / "class" / "powercap")
         self._no_power = next((each.reason for each in missing if each.kind == "cpu"), None)
         self._last: dict[str, tuple[float, float]] = {}  # counter -> (when, value)
@@ -190,7 +192,7 @@ def _processor_temperatures(system: Path) -> Iterable[Path]:
                     yield reading
 
 
-def _spread(paths: list[Path], most: int) -> list[Path]:
+def _evenly_chosen(paths: list[Path], most: int) -> list[Path]:
     return paths[:: -(-len(paths) // most)] if paths else []
 
 
@@ -208,5 +210,5 @@ def _number(path: Path) -> float | None:
 def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # absent, for root alone, or a sensor that does not answer now
+    except OSError:  # absent, for root only, or a sensor that does not answer
         return None

@@ -1,7 +1,7 @@
-"""NVIDIA's management library: the GPUs of this node by UUID, and what each of them tells of itself.
+"""NVIDIA's management library (NVML): the GPUs of this node by UUID, and their figures.
 
-What a device does not tell is None, with the reason. A MIG instance tells its own memory; energy, power, heat and
-clocks exist only for the physical GPU around it and are those of the whole GPU.
+A figure that is not supported is None, with the reason. A MIG instance has its own memory; energy, power, temperature
+and clocks are those of the whole physical GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ THROTTLE_REASONS = {
 
 
 class NvmlUnavailableError(StormoError):
-    """NVML cannot be asked on this node."""
+    """NVML is not available on this node."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -55,23 +55,20 @@ class Device:
 
     @property
     def physical_uuid(self) -> str:
-        """The UUID of the physical GPU: whatever is counted once per GPU is counted by this."""
+        """The UUID of the physical GPU."""
         return self.parent_uuid or self.uuid
 
     def energy_j(self) -> float | None:
         """Joules since the driver was loaded; refreshed about every 0.1 s."""
-        value = self._ask("energy_j", self._whole, "nvmlDeviceGetTotalEnergyConsumption")
-        return None if value is None else value / 1000
+        return self._number("energy_j", "nvmlDeviceGetTotalEnergyConsumption", per=1000)
 
     def power_w(self) -> float | None:
         """Watts, as the device averages them (over up to a second)."""
-        value = self._ask("power_w", self._whole, "nvmlDeviceGetPowerUsage")
-        return None if value is None else value / 1000
+        return self._number("power_w", "nvmlDeviceGetPowerUsage", per=1000)
 
     def power_limit_w(self) -> float | None:
-        """Watts that it holds itself to."""
-        value = self._ask("power_limit_w", self._whole, "nvmlDeviceGetEnforcedPowerLimit")
-        return None if value is None else value / 1000
+        """The enforced power limit in watts."""
+        return self._number("power_limit_w", "nvmlDeviceGetEnforcedPowerLimit", per=1000)
 
     def utilisation(self) -> float | None:
         """The share of the last sampling period in which a kernel ran, 0 to 1."""
@@ -84,27 +81,24 @@ class Device:
         return None if value is None else int(value.used)
 
     def memory_total_bytes(self) -> int | None:
-        """Bytes it has."""
+        """Total bytes."""
         value = self._ask("memory_total_bytes", self._own, "nvmlDeviceGetMemoryInfo")
         return None if value is None else int(value.total)
 
     def temperature_c(self) -> float | None:
         """Degrees Celsius of the chip."""
-        value = self._ask("temperature_c", self._whole, "nvmlDeviceGetTemperature", _GPU_TEMPERATURE)
-        return None if value is None else float(value)
+        return self._number("temperature_c", "nvmlDeviceGetTemperature", _GPU_TEMPERATURE)
 
     def sm_clock_mhz(self) -> float | None:
         """Clock of its multiprocessors."""
-        value = self._ask("sm_clock_mhz", self._whole, "nvmlDeviceGetClockInfo", _SM_CLOCK)
-        return None if value is None else float(value)
+        return self._number("sm_clock_mhz", "nvmlDeviceGetClockInfo", _SM_CLOCK)
 
     def memory_clock_mhz(self) -> float | None:
         """Clock of its memory."""
-        value = self._ask("memory_clock_mhz", self._whole, "nvmlDeviceGetClockInfo", _MEMORY_CLOCK)
-        return None if value is None else float(value)
+        return self._number("memory_clock_mhz", "nvmlDeviceGetClockInfo", _MEMORY_CLOCK)
 
     def throttled(self) -> tuple[str, ...] | None:
-        """What holds its clocks back at this moment, in words; empty: nothing does."""
+        """What throttles its clocks now; empty: nothing."""
         bits = self._ask("throttled", self._whole, "nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:  # the name that drivers before 535 know
             bits = self._ask("throttled", self._whole, "nvmlDeviceGetCurrentClocksThrottleReasons")
@@ -114,19 +108,23 @@ class Device:
         """Why the last call of that method gave None; empty where it gave a value or was never called."""
         return self._why.get(method_name, "")
 
+    def _number(self, method: str, function: str, *arguments: int, per: int = 1) -> float | None:
+        value = self._ask(method, self._whole, function, *arguments)
+        return None if value is None else float(value / per)
+
     def _ask(self, method: str, handle: Any, function: str, *arguments: int) -> Any:
         try:
             value = getattr(self._library, function)(handle, *arguments)
         except (self._library.NVMLError, AttributeError) as error:  # an old nvidia-ml-py may lack the function
             whose = "a MIG instance" if self.parent_uuid and handle is self._own else self.name
-            self._why[method] = f"{whose} does not tell it ({error})"
+            self._why[method] = f"{whose} does not support it ({error})"
             return None
         self._why.pop(method, None)
         return value
 
 
 class Nvml:
-    """NVML, opened; `close` it where the process goes on without."""
+    """An open NVML; `close` it when it is no longer needed."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -173,8 +171,8 @@ class Nvml:
         return next((one for one in [*self.devices(), *self.instances()] if bare_uuid(one.uuid) == wanted), None)
 
     def close(self) -> None:
-        """Let go of the library; no device may be asked afterwards."""
-        with contextlib.suppress(self._library.NVMLError):  # a driver that is gone has let go already
+        """Close the library; no device may be used afterwards."""
+        with contextlib.suppress(self._library.NVMLError):  # the driver may be gone
             self._library.nvmlShutdown()
 
     def _device(self, handle: Any, index: int, parent: tuple[str, Any] | None = None) -> Device:
@@ -186,15 +184,15 @@ class Nvml:
         try:
             if library.nvmlDeviceGetMigMode(handle)[0] != _MIG_ENABLED:
                 return []
-            num_places = library.nvmlDeviceGetMaxMigDeviceCount(handle)
+            max_instances = library.nvmlDeviceGetMaxMigDeviceCount(handle)
         except (library.NVMLError, AttributeError):  # a GPU that cannot be split
             return []
-        for place in range(num_places):
+        for index in range(max_instances):
             try:
-                instance = library.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+                instance = library.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                 found.append(self._device(instance, device.index, (device.uuid, handle)))
             except library.NVMLError:
-                continue  # an empty place, or an instance given to another container
+                continue  # an empty slot, or an instance of another container
         return found
 
 
@@ -216,12 +214,12 @@ def open_nvml(load: Callable[[str], Any] = importlib.import_module) -> Nvml:
 
 
 def bare_uuid(uuid: str) -> str:
-    """A UUID as torch prints it: without what NVML puts before it."""
+    """A UUID as torch prints it, without NVML's prefix."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
 def _find(entry: str, physical: Sequence[Device], instances: Sequence[Device]) -> Device | None:
-    """What one entry of CUDA_VISIBLE_DEVICES names: a number, or the unambiguous beginning of a UUID."""
+    """The device of one entry of CUDA_VISIBLE_DEVICES: a number, or an unambiguous prefix of a UUID."""
     if entry.startswith("MIG-GPU-"):  # as drivers before 470 wrote it: MIG-GPU-<uuid>/<instance>/<part of it>
         candidates = [one for one in instances if one.uuid == entry]
     elif entry.startswith(("GPU-", "MIG-")) and len(entry) > 4:

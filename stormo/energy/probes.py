@@ -1,4 +1,4 @@
-"""What can be measured: sources of energy, and the contract of a probe that reads some of them."""
+"""Sources of energy, and the probes that read them: NVML for GPUs, RAPL for CPUs and their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stormo.energy.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One thing whose energy is read: a GPU, a CPU package, its memory."""
+    """A GPU, a CPU package, or its memory."""
 
     id: str  # of one device on one machine
     kind: str  # "gpu", "cpu", "dram"
@@ -41,21 +41,21 @@ class Missing:
 
 
 class Probe(Protocol):
-    """Reads some sources; knows nothing of time, wrap-arounds or integration, which are the meter's."""
+    """Reads some sources; time, wrap-arounds and integration are the meter's."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What it reads; the same for its whole life."""
+        """The sources; they never change."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of its figures must know: whose energy is in them besides the job's."""
+        """Whose energy is in the figures besides the job's."""
 
     def read(self) -> Mapping[str, float]:
         """By source id: the counter in joules, or the power in watts; one that fails now is left out."""
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release resources."""
 
 
 _REFRESH_S = 0.1  # NVML renews counter and power about ten times a second
@@ -107,7 +107,7 @@ class NvidiaProbe:
         return {uuid: value for uuid, value in values.items() if value is not None}
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Close NVML."""
         self._close()
 
 
@@ -166,7 +166,7 @@ class RaplProbe:
         return values
 
     def close(self) -> None:
-        """Nothing is held between readings."""
+        """Do nothing."""
 
 
 def open_rapl(root: Path | None = None) -> tuple[RaplProbe | None, list[Missing]]:
@@ -238,6 +238,6 @@ def _why_refused(zones: list[_Zone]) -> str:
     names = " and ".join(zone.name for zone in zones)
     paths = " ".join(str(zone.counter) for zone in zones)
     return (
-        f"{names}: root alone may read the counter (CVE-2020-8694); an administrator allows it until the next boot "
+        f"{names}: only root may read the counter (CVE-2020-8694); an administrator allows it until the next boot "
         f"with: sudo chmod a+r {paths}"
     )

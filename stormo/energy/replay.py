@@ -1,4 +1,4 @@
-"""A recorded trace as a probe, and the recorder of one: energy that is the same every time, without any hardware.
+"""Records a trace of energy readings, and replays it as a probe without any hardware.
 
 A trace is JSON lines: {"sources": [...]} first, then {"time_s": t, "raw": {source id: counter in J or power in W}}.
 Time runs from the opening of the probe or, with "origin_unix_s" in the first line, from that moment.
@@ -21,7 +21,7 @@ _RECORD_INTERVAL_S = 0.1
 
 
 class ReplayProbe:
-    """Gives the figures of a trace at the times of a clock: straight lines between its samples."""
+    """Interpolates the readings of a trace at the times of a clock."""
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
         try:
@@ -54,7 +54,7 @@ class ReplayProbe:
         return tuple(notes)
 
     def read(self) -> Mapping[str, float]:
-        """The figures of this moment; counters begin again where they did."""
+        """The readings now; counters wrap around as they did."""
         now_s = self._clock() - self._origin_s
         self._is_over |= now_s > self._times_s[-1]
         after = min(max(bisect.bisect_right(self._times_s, now_s), 1), len(self._times_s) - 1)
@@ -68,7 +68,7 @@ class ReplayProbe:
         return raw
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def record_trace(
@@ -99,7 +99,7 @@ def record_trace(
 
 
 def _unwrapped(source: Source, raw: Sequence[Any]) -> list[float]:
-    """The values of a counter as if it had never begun again."""
+    """The values of a counter without wrap-arounds."""
     values, added = [], 0.0
     for before, value in zip([raw[0], *raw] if raw else [], raw, strict=False):
         if source.wraps_at_j is not None and value < before:

@@ -1,4 +1,4 @@
-"""The bill of a run in the words and keys of its summary."""
+"""The energy of a run as keys of its summary and as a sentence."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ def energy_summary(
     }
 
 
-def energy_sentence(summary: Mapping[str, Any]) -> str | None:
-    """What a run says of its energy at its end; None where nothing was to be measured."""
+def energy_sentence(summary: Mapping[str, Any]) -> str:
+    """The sentence on the energy at the end of a run."""
     total_j = summary["energy_j"]
     if total_j is None:
-        reasons = "; ".join(summary["energy_reasons"])
-        return None if reasons == _OFF else f"Energy: {reasons}."
+        return f"Energy: {'; '.join(summary['energy_reasons'])}."
     text = f"Energy: {amount_text(total_j, summary['energy_error_j'], summary['energy_kinds_j'])}"
     if summary["energy_j_per_sample"] is not None:
         text += f", {rounded(summary['energy_j_per_sample'])} J a sample"
@@ -61,14 +60,13 @@ def energy_sentence(summary: Mapping[str, Any]) -> str | None:
 
 
 def amount_text(joules: float, error_j: float, kinds_j: Mapping[str, float]) -> str:
-    """What was drawn, by how much that can be wrong, and by what."""
+    """Joules with their error bound, by kind of source."""
     return (
         f"{joules_text(joules)} ± {joules_text(error_j)} = {rounded(joules / _JOULES_PER_WH)} Wh{_kinds_text(kinds_j)}"
     )
 
 
 def _kinds_text(kinds_j: Mapping[str, float]) -> str:
-    """Of what the joules are, to be put behind their sum."""
     by_name = {_KIND_NAMES.get(kind, kind): joules for kind, joules in kinds_j.items()}
     if len(by_name) == 1:
         return f" of the {next(iter(by_name))}"

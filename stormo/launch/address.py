@@ -1,4 +1,4 @@
-"""Addresses: listen on exactly one, never on all of them, with a sentence for every way that can fail."""
+"""Addresses of this machine: listens on exactly one, never on all, and explains every way in which that fails."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SOMEWHERE_ELSE = "192.0.2.1"  # reserved for documentation
 
 
 def listening_address(master_addr: str, *, all_on_this_host: bool, peer: str = "") -> str:
-    """The numeric address of this machine under which the others find it; loopback when there are no others.
+    """The numeric address under which the others reach this machine; loopback if there are no others.
 
-    `peer` names one of the others, where one is known: the address by which this machine reaches it is the right one.
+    `peer` names another host, if one is known: the route to it decides.
     """
     if all_on_this_host:
         return LOOPBACK
@@ -37,8 +37,8 @@ def listening_address(master_addr: str, *, all_on_this_host: bool, peer: str = "
     if reachable:
         return reachable[0]
     if master_addr in numbers or master_addr == "localhost":
-        return numbers[0]  # asked for by its number: several nodes on one machine
-    # Many systems map their own host name to 127.0.1.1, where no other machine could come in.
+        return numbers[0]  # set as a number: several nodes on one machine
+    # Many systems map their host name to 127.0.1.1, which no other machine reaches.
     return _address_towards_others(master_addr, peer) or numbers[0]
 
 
@@ -63,7 +63,7 @@ def is_loopback(number: str) -> bool:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Whether a name means, on every machine, that machine itself."""
+    """Whether a name means the same machine everywhere."""
     return name in ("localhost", "::1") or name.startswith("127.")
 
 
@@ -113,7 +113,7 @@ def shown(address: str, port: int) -> str:
 
 
 def _free_port(number: str) -> int:
-    # Below what systems give to outgoing connections, so that it is still free when the user has typed it.
+    # Below the range of outgoing connections, so that it is still free when the user has typed it.
     for port in random.sample(range(10_000, 32_768), 50):
         with contextlib.suppress(OSError), socket.socket(family_of(number), socket.SOCK_STREAM) as probe:
             probe.bind((number, port))
@@ -141,7 +141,7 @@ def _address_towards_others(master_addr: str, peer: str) -> str | None:
 
 
 def address_towards(number: str) -> str | None:
-    """The address this machine would send from; connecting a datagram socket sends nothing, it looks up the route."""
+    """The address this machine would send from; connecting a datagram socket only looks up the route."""
     with socket.socket(family_of(number), socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((number, 9))
         own = str(probe.getsockname()[0]).partition("%")[0]
@@ -150,7 +150,7 @@ def address_towards(number: str) -> str | None:
 
 
 def interface_towards(master_addr: str, peer: str = "") -> str | None:
-    """The network interface by which this machine reaches the others; None where that cannot be told."""
+    """The network interface by which this machine reaches the others; None if unknown."""
     own = address_towards(listening_address(master_addr, all_on_this_host=False, peer=peer))
     return next((interface for _, interface in socket.if_nameindex() if own in _addresses_of(interface)), None)
 

@@ -1,4 +1,4 @@
-"""The agent of one node: starts its workers, passes output and signals on, ends all within seconds when one fails.
+"""The agent of one node: starts its workers, forwards output and signals, and ends all within seconds when one fails.
 
 One thread, one loop. Trains nothing and imports nothing heavy.
 """
@@ -15,31 +15,37 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED
-from stormo.launch.control import Ended, Hello
-from stormo.launch.environments import local
-from stormo.launch.failure import Failure, combined_exit_code
-from stormo.launch.failure_collector import WorkerFailures
+from stormo.launch.control import Control, Ended, Hello, RankEnded
+from stormo.launch.environments.local import Node
+from stormo.launch.failure import (
+    CLEAN_EXIT_CODES,
+    Failure,
+    combined_exit_code,
+    of_early_exit,
+    of_exit,
+    of_exit_before_world,
+    of_signal,
+    of_stop,
+)
 from stormo.launch.output import LogMultiplexer, Stream
 from stormo.launch.rank_info import host_name
 from stormo.launch.rendezvous import Rendezvous, StoppedError, join_nodes
-from stormo.launch.root_cause import FailureEvent, Severity
-from stormo.launch.signals import SignalQueue
+from stormo.launch.root_cause import FailureCollector, FailureEvent, MissingRank, Severity, severity_of
 from stormo.launch.worker_group import AgentTimeouts, Worker, WorkerGroup
-from stormo.system.early_signals import stopping_text
+from stormo.system.signals import SignalQueue, stopping_text
 
-_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_LAST_WORDS_S = 1.0
+_SEND_TIMEOUT_S = 1.0
 
 
 def run_node(
     command: Sequence[str],
-    node: local.Node,
+    node: Node,
     *,
     digest: str = "",
     options: Mapping[str, str] | None = None,
     timeout_s: float = 600.0,
     environ: Mapping[str, str] | None = None,
-    patience: AgentTimeouts | None = None,
+    timeouts: AgentTimeouts | None = None,
     signals: set[int] | None = None,
 ) -> int:
     """Run the workers of one node to their end and return the exit code of the whole job.
@@ -47,12 +53,12 @@ def run_node(
     Args:
         command: what each worker runs; the environment tells it which rank it is.
         node: which node of the job this is, and how many workers it has.
-        digest: stands for everything that must be the same on all nodes.
+        digest: of everything that must be the same on all nodes.
         options: what the digest is made of, to name a difference.
-        timeout_s: for all nodes to come together, and for a worker without a sign of life.
-        signals: takes the signals that were passed on to the workers.
+        timeout_s: for all nodes to join, and for a worker without a heartbeat.
+        signals: gets the signals that were forwarded to the workers.
     """
-    patience = patience or AgentTimeouts()
+    timeouts = timeouts or AgentTimeouts()
     hello = Hello(
         member=node.node_id,
         num_members=node.num_nodes,
@@ -66,23 +72,155 @@ def run_node(
     with ExitStack() as stack:
         # In the background of a shell, `stty tostop` must not stop it for what it shows.
         stack.callback(signal.signal, signal.SIGTTOU, signal.signal(signal.SIGTTOU, signal.SIG_IGN))
-        signal_queue = stack.enter_context(SignalQueue(_SIGNALS))
-        timeouts = replace(patience.channel, join_s=timeout_s)
-        log = LogMultiplexer(patience.hold_s)
+        signal_queue = stack.enter_context(SignalQueue())
+        log = LogMultiplexer(timeouts.hold_s)
+        channel = replace(timeouts.channel, join_s=timeout_s)
         try:
-            rendezvous = join_nodes(command, node, hello=hello, timeouts=timeouts, signals=signal_queue, stack=stack)
+            rendezvous = join_nodes(command, node, hello=hello, timeouts=channel, signals=signal_queue, stack=stack)
         except StoppedError as stopped:
             log.say(str(stopped))
             return stopped.exit_code
-        agent = Agent(
-            node, hello.host, rendezvous, signals=signal_queue, log=log, timeout_s=timeout_s, timeouts=patience
-        )
+        agent = Agent(node, rendezvous, signals=signal_queue, log=log, timeout_s=timeout_s, timeouts=timeouts)
         stack.callback(agent.close)
         agent.start(command, os.environ if environ is None else environ)
         code = agent.watch()
         if signals is not None:
-            signals |= agent.passed_on
+            signals |= agent.forwarded
         return code
+
+
+class WorkerFailures(FailureCollector):
+    """The failures that the agent of one node knows of."""
+
+    def __init__(
+        self,
+        node: Node,
+        workers: WorkerGroup,
+        control: Control | None,
+        *,
+        log: LogMultiplexer,
+        timeout_s: float,
+        timeouts: AgentTimeouts,
+    ) -> None:
+        is_first, several_nodes = node.node_id == 0, node.num_nodes > 1
+        super().__init__(timeouts.settle, noun="node", several_nodes=several_nodes, is_first=is_first)
+        self.forwarded: set[int] = set()  # signals that the workers were sent
+        self._node = node
+        self._host = host_name()
+        self._workers = workers
+        self._control = control
+        self._log = log
+        self._timeout_s = timeout_s
+        self._timeouts = timeouts
+
+    def add(
+        self,
+        failure: Failure,
+        *,
+        rank: int | None = None,
+        severity: Severity = Severity.CAUSE,
+        from_other: bool = False,
+    ) -> None:
+        """Add a failure; a complaint of this node goes to node 0, which may know the cause."""
+        super().add(failure, rank=rank, severity=severity, from_other=from_other)
+        if self._control is not None and failure.secondary and not from_other:
+            self._control.report(failure)
+
+    def receive(self, worker: Worker) -> None:
+        """Read a worker's messages, and add the failure that it reports."""
+        failure = self._workers.receive(worker)
+        if failure is not None:
+            self.add(failure, rank=worker.rank)
+
+    def check_exits(self) -> None:
+        """Add every worker that has just exited without a report."""
+        for worker in self._workers:
+            if not worker.poll():
+                continue
+            if worker.channel_closed_at is None:
+                self.receive(worker)  # its last messages
+            if worker.failure is None:
+                self._add_exit(worker)
+        if self._timeouts.runs_script and not self.forwarded:
+            self._check_exits_before_world()
+
+    def _add_exit(self, worker: Worker) -> None:
+        code, rank, host = worker.exit_code, worker.rank, self._host
+        assert code is not None
+        if code == 0 and not worker.has_left and not self._timeouts.runs_script:
+            self.add(of_early_exit(rank=rank, host=host), rank=rank)
+        elif code in CLEAN_EXIT_CODES:
+            self._exits.append(RankEnded(rank=rank, host=host, exit_code=code))
+            if self._control is not None:
+                self._control.rank_ended(rank, code)
+        elif -code in self.forwarded:
+            self.add(of_stop(-code, rank=rank, host=host), rank=rank)
+        elif code < 0:
+            self.add(of_signal(-code, rank=rank, host=host), rank=rank, severity=severity_of(code))
+        else:
+            self.add(of_exit(code, rank=rank, host=host, keeps_code=self._timeouts.runs_script), rank=rank)
+
+    def _check_exits_before_world(self) -> None:
+        """Add a worker that exited cleanly without stormo.World() while another one is inside it: all must join.
+
+        A channel that is still open may be in use by a process that the worker has started.
+        """
+        waiting = next((one.rank for one in self._workers if one.running and one.heard_at is not None), None)
+        for worker in self._workers:
+            code, is_silent = worker.exit_code, worker.heard_at is None and worker.channel_closed_at is not None
+            if waiting is None or not is_silent or worker.failure is not None or code not in CLEAN_EXIT_CODES:
+                continue
+            worker.failure = of_exit_before_world(code, rank=worker.rank, host=self._host, waiting=waiting)
+            self.add(worker.failure, rank=worker.rank)
+
+    def check_heartbeats(self) -> None:
+        """Warn of a worker without a heartbeat, and add one that is silent beyond the timeout."""
+        now = time.monotonic()
+        for worker in self._workers:
+            if not worker.running or worker.has_left or worker.failure is not None:
+                continue
+            heard_at = worker.started_at if worker.heard_at is None else worker.heard_at
+            silent_s, first_sign_s = now - heard_at, self._timeouts.first_sign_s
+            limit_s = self._timeout_s if worker.heard_at is not None else max(self._timeout_s, first_sign_s or 0.0)
+            if silent_s <= min(limit_s, self._timeouts.silent_warning_s):
+                continue
+            if worker.heard_at is None and self._timeouts.runs_script:
+                continue
+            what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
+            if silent_s > limit_s:
+                who = f"rank {worker.rank} (pid {worker.pid})"
+                worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
+                self.add(worker.failure, rank=worker.rank)
+            elif worker.heard_at is not None and worker.silent_since is None:  # before, it still loads its libraries
+                worker.silent_since = heard_at
+                self._log.say(f"rank {worker.rank} (pid {worker.pid}) {what}")
+
+    def _is_complete(self) -> bool:
+        return not self._several_nodes and not self._workers.is_running
+
+    def _missing(self, waiting: set[int]) -> list[MissingRank]:
+        others = [worker for worker in self._workers if worker.running and worker.failure is None]
+        return [
+            MissingRank(rank=one.rank, host=self._host, state=self._state(one), has_joined=self._has_joined(one))
+            for one in others
+        ]
+
+    def _elsewhere(self, waiting: set[int]) -> list[int]:
+        if self._node.node_id != 0:  # to which all complaints go
+            return []
+        known = waiting | {worker.rank for worker in self._workers}
+        return [rank for rank in range(self._node.world_size) if rank not in known]
+
+    def _has_joined(self, worker: Worker) -> bool:
+        return worker.heard_at is not None or not self._timeouts.runs_script
+
+    def _state(self, worker: Worker) -> str:
+        runs_script = self._timeouts.runs_script
+        call = "" if worker.step is None else f" is at step {worker.step}"
+        call = " has called world.close()" if worker.has_left and runs_script else call
+        call = call if self._has_joined(worker) else " has not called stormo.World()"
+        line = f", in {worker.line}" if worker.line and runs_script and not worker.has_left else ""
+        return f"(pid {worker.pid}){call}: {worker.state()}{line}"
 
 
 class Agent:
@@ -90,8 +228,7 @@ class Agent:
 
     def __init__(
         self,
-        node: local.Node,
-        host: str,
+        node: Node,
         rendezvous: Rendezvous,
         *,
         signals: SignalQueue,
@@ -100,8 +237,6 @@ class Agent:
         timeouts: AgentTimeouts,
     ) -> None:
         self._node = node
-        self._name = f"node {node.node_id}"
-        self._host = host
         self._rendezvous = rendezvous
         self._control = rendezvous.control
         self._signals = signals
@@ -111,13 +246,13 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._workers = WorkerGroup(self._selector, log, timeouts)
         self._failures = WorkerFailures(
-            node, host, self._workers, self._control, log=log, timeout_s=timeout_s, timeouts=timeouts
+            node, self._workers, self._control, log=log, timeout_s=timeout_s, timeouts=timeouts
         )
         self._stop_deadline: float | None = None
         self._interrupt_deadline: float | None = None
-        # Nobody is told of workers that met on their own; whether they did is seen on node 0 alone.
-        self._may_be_apart = timeouts.is_of_script and node.node_id == 0
-        self._left = False  # the other nodes know that this one has ended in order
+        # A script may open torch's process group itself; only node 0 can see whether it did.
+        self._may_lack_group = timeouts.runs_script and node.node_id == 0
+        self._has_left = False  # the other nodes know that this one has exited cleanly
         self._exit_code: int | None = None  # once known, the loop ends
         self._selector.register(signals, selectors.EVENT_READ)
         if self._control is not None:
@@ -135,18 +270,18 @@ class Agent:
         while self._exit_code is None:
             self._wait()
             self._look_for_script_group()
-            self._failures.look_for_exits()
-            self._failures.look_for_silence()
-            self._look_at_stop_deadline()
+            self._failures.check_exits()
+            self._failures.check_heartbeats()
+            self._check_stop_deadline()
             if not self._failures and not self._workers.is_vanishing:
                 self._log.show_held_lines()  # else the cause of what is about to fail comes first
             self._decide()
         return self._exit_code
 
     @property
-    def passed_on(self) -> set[int]:
+    def forwarded(self) -> set[int]:
         """The signals that the workers were sent."""
-        return self._failures.passed_on
+        return self._failures.forwarded
 
     def close(self) -> None:
         """Leave no process behind, whatever happened, and no line of theirs unshown."""
@@ -156,93 +291,89 @@ class Agent:
     # --- one round of the loop -----------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Sleep until something happens, and take it in."""
+        """Sleep until something happens, and handle it."""
         hurry = self._failures or self._log.holds_lines
-        # Signals last: what they mean depends on what the workers have told before.
+        # Signals last: what they mean depends on what the workers have reported before.
         ready = self._selector.select(0.05 if hurry else 0.25)
         for key, _ in sorted(ready, key=lambda event: event[0].fileobj is self._signals):
             if key.fileobj is self._signals:
-                self._take_signals()
+                self._handle_signals()
             elif isinstance(key.data, Worker):
-                self._failures.hear(key.data)
+                self._failures.receive(key.data)
             elif isinstance(key.data, Stream):
-                self._workers.take_output(key.data)
+                self._workers.read_output(key.data)
         self._poll_control()
 
     def _poll_control(self) -> None:
         if self._control is not None:
             for event in self._control.poll():
-                self._failures.take_event(event)
+                self._failures.add_event(event)
                 if isinstance(event, Ended) and self._exit_code is None:
                     self._exit_code = event.exit_code
 
-    def _take_signals(self) -> None:
+    def _handle_signals(self) -> None:
         for number in self._signals.read():
-            if number == signal.SIGCHLD:
-                continue  # every worker is looked at anyway
-            if number == signal.SIGINT and number in self._failures.passed_on:
-                self._stop_at_once()
+            if number == signal.SIGINT and number in self.forwarded:
+                self._end_as_stopped("was stopped at once by Ctrl-C")
                 continue
             if number == signal.SIGINT:
                 self._begin_interrupt()
-            # A closed terminal means what SIGTERM means: save and stop.
-            passed_on = signal.SIGTERM if number == signal.SIGHUP else number
-            if passed_on == signal.SIGTERM and self._stop_deadline is None:
+            if number == signal.SIGTERM and self._stop_deadline is None:
                 self._stop_deadline = time.monotonic() + self._timeouts.stop_s
-            self._failures.passed_on.add(passed_on)
-            self._workers.send_signal(passed_on)
+            self.forwarded.add(number)
+            self._workers.send_signal(number)
 
     def _begin_interrupt(self) -> None:
         if self._timeouts.interrupted_s is not None:
             self._interrupt_deadline = time.monotonic() + self._timeouts.interrupted_s
             return
-        is_training = any(worker.step is not None for worker in self._workers) or self._timeouts.is_of_script
+        is_training = any(worker.step is not None for worker in self._workers) or self._timeouts.runs_script
         self._log.say(stopping_text(is_training=is_training))
 
     def _look_for_script_group(self) -> None:
-        if self._may_be_apart:
+        if self._may_lack_group:
             has_world = any(worker.heard_at is not None for worker in self._workers)
-            self._may_be_apart = not has_world and not self._rendezvous.script_has_group()
+            self._may_lack_group = not has_world and not self._rendezvous.script_has_group()
 
-    def _look_at_stop_deadline(self) -> None:
+    def _check_stop_deadline(self) -> None:
         late = [worker for worker in self._workers if worker.running]
         if self._stop_deadline is None or not late:
             return
         now = time.monotonic()
-        # Workers that give signs of life may take their time to save, up to the timeout; a silent one may not.
+        # Workers with a heartbeat may take their time to save, up to the timeout; a silent one may not.
         silent_s = min(self._timeouts.silent_warning_s, self._timeouts.stop_s)
         is_silent = any(now - (worker.heard_at or worker.started_at) > silent_s for worker in late)
         if now < self._stop_deadline or (not is_silent and now < self._stop_deadline + self._timeout_s):
             return
         ranks = ", ".join(str(worker.rank) for worker in late)
         states = "; ".join(f"rank {worker.rank} (pid {worker.pid}): {worker.state()}" for worker in late)
-        self._end_with_own(
+        self._end_as_stopped(
+            f"did not end within {self._timeouts.stop_s:g} s of SIGTERM and had to be killed ({states})",
             who=f"rank{'s' if len(late) > 1 else ''} {ranks}",
-            what=f"did not end within {self._timeouts.stop_s:g} s of SIGTERM and had to be killed ({states})",
             exit_code=EXIT_FAILURE,
         )
 
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """End the run when the cause of a failure is clear, or when every worker has ended in order."""
+        """End the run when the cause of a failure is clear, or when every worker has exited cleanly."""
         if self._exit_code is not None:
             return
         if self._interrupt_deadline is not None:
             if not self._workers.is_running or time.monotonic() >= self._interrupt_deadline:
-                self._end_with_own(who=self._name, what="was stopped by Ctrl-C", exit_code=EXIT_INTERRUPTED)
+                self._end_as_stopped("was stopped by Ctrl-C")
             return
         if self._failures:
             found = self._failures.root_cause()
             if found is not None:
                 self._end_with(found)
             return
-        if not (self._workers.is_running or self._left or self._workers.may_have_more_to_say):
-            self._end_in_order()
+        if not (self._workers.is_running or self._has_left or self._workers.may_write_more):
+            self._end_cleanly()
 
-    def _end_in_order(self) -> None:
+    def _end_cleanly(self) -> None:
         exit_code = combined_exit_code(worker.exit_code or 0 for worker in self._workers)
-        if self._may_be_apart:
+        if self._may_lack_group:
             count = self._node.world_size
             self._log.say(
                 f"no worker called stormo.World(), so that each of the {count} ran alone (a task is for stormo train)"
@@ -250,18 +381,16 @@ class Agent:
         if self._control is None:
             self._exit_code = exit_code
         else:
-            self._left = True
+            self._has_left = True
             self._control.leave(exit_code)
 
-    def _stop_at_once(self) -> None:
-        self._end_with_own(who=self._name, what="was stopped at once by Ctrl-C", exit_code=EXIT_INTERRUPTED)
-
-    def _end_with_own(self, *, who: str, what: str, exit_code: int) -> None:
-        failure = Failure(kind="stopped", who=who, host=self._host, what=what, exit_code=exit_code)
+    def _end_as_stopped(self, what: str, *, who: str = "", exit_code: int = EXIT_INTERRUPTED) -> None:
+        who = who or f"node {self._node.node_id}"
+        failure = Failure(kind="stopped", who=who, host=host_name(), what=what, exit_code=exit_code)
         self._end_with(FailureEvent(failure=failure, severity=Severity.CAUSE, seen_at=time.monotonic()))
 
     def _end_with(self, event: FailureEvent) -> None:
-        """End every worker of this node, tell the other nodes, and show the cause; the first call counts."""
+        """End every worker of this node, report to the other nodes, and show the cause; the first call counts."""
         if self._exit_code is not None:
             return
         failure = event.failure
@@ -280,4 +409,4 @@ class Agent:
             ),
         )
         if self._control is not None:
-            self._control.drain(_LAST_WORDS_S)
+            self._control.drain(_SEND_TIMEOUT_S)

@@ -3,9 +3,9 @@
 The secret is STORMO_SECRET, or else a key that this user's first job leaves in the home folder, which the hosts of a
 cluster share. The environment of a process is private to its user; its command line is not.
 
-The server sends a nonce; the client answers with its own and a code over both; the server answers with its code. Roles
-are part of the codes, so that none can be sent back to where it came from. From then on every line carries a code too
-(`Seal`), since whoever passes the handshake on between two honest members could otherwise speak for them.
+The server sends a nonce; the client answers with its own nonce and a code over both; the server answers with its code.
+Roles are part of the codes, so that none can be reflected. From then on every line is signed (`Seal`): a relay of the
+handshake between two honest members could otherwise send lines in their names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stormo.system.files import BadFileError, open_to_read, temporary_name
 VARIABLE = "STORMO_SECRET"
 _NUM_BYTES = 32
 _FEWEST_CHARACTERS = 16
-_TRUSTED_BITS = 0o077  # what nobody but the owner may have on the key
+_OTHERS_BITS = 0o077  # rights of other users on the key
 MAX_HANDSHAKE_BYTES = 1024  # of one line, before the other side is known
 _NONCE_BYTES = 32
 _CODE_BYTES = 32
@@ -64,9 +64,9 @@ def remedy(environ: Mapping[str, str]) -> str:
 
 
 def _user_key(environ: Mapping[str, str]) -> bytes:
-    """The key of this user, made where there is none."""
+    """The key of this user, created if there is none."""
     folder = _home_folder(environ)
-    if folder is None:  # as in a container: it serves the ranks of one host
+    if folder is None:  # as in a container: then it serves one host
         folder = Path(tempfile.gettempdir()) / f"stormo-{os.geteuid()}"
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -89,9 +89,9 @@ def _user_key(environ: Mapping[str, str]) -> bytes:
 
 
 def _home_folder(environ: Mapping[str, str]) -> Path | None:
-    """stormo's folder among this user's settings; None where it cannot be written to.
+    """stormo's folder in the user's home; None where it cannot be written to.
 
-    Always the same place: XDG_CONFIG_HOME may be set in a shell and not in what ssh or mpirun starts.
+    XDG_CONFIG_HOME does not count: it may be set in a shell and not in what ssh or mpirun starts.
     """
     with contextlib.suppress(OSError, RuntimeError):  # no such home
         folder = Path(environ.get("HOME") or Path.home()) / ".config" / "stormo"
@@ -102,7 +102,7 @@ def _home_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def _make(path: Path) -> None:
-    """Write a key under a name of its own, then give it its name, unless another process was first."""
+    """Write a key under a temporary name and link it, unless another process was first."""
     new = temporary_name(path)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -122,18 +122,16 @@ def _require_own(path: Path, status: os.stat_result, *, is_folder: bool) -> None
     is_right_kind = stat.S_ISDIR(status.st_mode) if is_folder else stat.S_ISREG(status.st_mode)
     if not is_right_kind or status.st_uid != os.geteuid():
         raise _unusable(path, f"it is no {'folder' if is_folder else 'file'} of this user")
-    if status.st_mode & _TRUSTED_BITS:
+    if status.st_mode & _OTHERS_BITS:
         raise _unusable(path, f"other users have rights on it (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
 def _unusable(path: Path, why: str) -> SettingError:
-    return SettingError(
-        f"the key of this user's jobs is {path}", why, f"remove it, or set {VARIABLE} to a text of your own"
-    )
+    return SettingError(f"the key of this user's jobs is {path}", why, f"remove it, or set {VARIABLE}")
 
 
 class Seal:
-    """Signs the lines of one direction, each with its number: none can be changed, left out or sent twice."""
+    """Signs the lines of one direction with their numbers: none can be changed, left out or repeated."""
 
     SIZE = 32  # characters in front of a line
 
@@ -169,22 +167,22 @@ class Handshake:
         return Seal(self._mac(_TO_SERVER)), Seal(self._mac(_TO_CLIENT))
 
     def _mac(self, role: bytes) -> bytes:
-        words = b"|".join((role, self.server_nonce.encode(), self.client_nonce.encode()))
-        return hmac.digest(self.secret, words, hashlib.sha256)
+        message = b"|".join((role, self.server_nonce.encode(), self.client_nonce.encode()))
+        return hmac.digest(self.secret, message, hashlib.sha256)
 
 
 def new_nonce() -> str:
-    """A number that was never used before."""
+    """A new random number."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def nonce_in(message: Mapping[str, Any]) -> str | None:
-    """The nonce of a message from anyone; None where it has none."""
+    """The nonce of an untrusted message; None where it has none."""
     return _hex(message.get("nonce"), _NONCE_BYTES)
 
 
 def has_code(message: Mapping[str, Any], expected: str) -> bool:
-    """Whether a message from anyone carries this code."""
+    """Whether an untrusted message carries this code."""
     code = _hex(message.get("code"), _CODE_BYTES)
     return code is not None and hmac.compare_digest(code, expected)
 

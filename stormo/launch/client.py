@@ -1,4 +1,4 @@
-"""The client of the control channel, of every member but member 0: finds the server, joins, and listens."""
+"""The client of the control channel, in every member but member 0: connects to the server, joins, and listens."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from stormo.launch.control import (
     RefusedError,
     Reported,
     configure,
+    exit_code_of,
+    other_release,
 )
 from stormo.launch.failure import Failure, printable
 from stormo.launch.json_socket import JsonSocket
@@ -35,11 +37,11 @@ from stormo.launch.json_socket import JsonSocket
 _ATTEMPT_TIMEOUT_S = 5.0  # for one connection to be accepted and welcomed
 _FIRST_RETRY_AFTER_S = 0.1
 _LAST_RETRY_AFTER_S = 1.0
-_LAST_WORDS_S = 1.0
+_SEND_TIMEOUT_S = 1.0
 
 
 class Client(Control):
-    """One member's connection to member 0; it retries until the joining time is over, as member 0 may start last."""
+    """One member's connection to member 0; retries until the join timeout, as member 0 may start last."""
 
     def __init__(
         self,
@@ -50,23 +52,23 @@ class Client(Control):
         secret: bytes,
         timeouts: ChannelTimeouts,
         noun: str = "node",
-        look: Callable[[], tuple[str, int] | None] | None = None,
+        find_server: Callable[[], tuple[str, int] | None] | None = None,
     ) -> None:
-        """`look` says before every attempt where member 0 is; anyone may have written what it says."""
+        """`find_server` gives the address of member 0 before every attempt; it is untrusted."""
         super().__init__(hello, secret=secret, timeouts=timeouts, noun=noun)
         self._address, self._port = address, port
-        self._look = look
-        self._handshake: Handshake | None = None  # once it was answered
-        self._attempt_at = 0.0  # when the attempt under way began, or when the next may begin
+        self._find_server = find_server
+        self._handshake: Handshake | None = None  # once the server has challenged
+        self._attempt_at = 0.0  # start of the current attempt, or earliest start of the next
         self._num_attempts = -1
         self._connecting: socket.socket | None = None
         self._server: Peer | None = None
         self._welcomed = False
-        self._trouble = "nothing was tried"
+        self._last_error = "nothing was tried"
 
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Wait for events at most so long; those that happened."""
-        self._try_to_connect()
+        """Wait at most so long; the events that happened."""
+        self._connect()
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 self._connected()
@@ -74,7 +76,7 @@ class Client(Control):
                 self._read(key.data)
         now = time.monotonic()
         if self._server is not None and self._welcomed:
-            # Mostly the answer to the server's beat has just been sent; this is for a server that is silent.
+            # Mostly the server's heartbeat was just answered; this is for a silent server.
             self._server.beat(step=self.step, after_s=2 * self._timeouts.heartbeat_s)
         if self._server is not None:
             self._notice_end(self._server, now)
@@ -83,27 +85,26 @@ class Client(Control):
         return self._take_events()
 
     def report(self, failure: Failure) -> None:
-        """Tell member 0, and through it all others, what has failed."""
+        """Report a failure to member 0, and through it to all others."""
         self._send({"type": "failure", **failure.to_message()})
         if self._server is not None and not failure.secondary:
             self._server.settled = True
 
     def rank_ended(self, rank: int, exit_code: int) -> None:
-        """Tell member 0 that a rank has ended in order."""
+        """Report to member 0 that a rank has exited cleanly."""
         self._send({"type": "ended", "rank": rank, "exit_code": exit_code})
 
     def leave(self, exit_code: int) -> None:
-        """Say that this member has ended in order; `Ended` follows when all have."""
+        """Report that this member exits cleanly; `Ended` follows when all have left."""
         self._send({"type": "bye", "exit_code": exit_code})
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything said is on its way, at most so long."""
+        """Wait until everything is sent, at most so long."""
         if self._server is not None:
             self._server.socket.drain(timeout_s)
 
     def abandon(self) -> None:
-        """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
-        # Unregistering would act on the parent's selector too.
+        """Close every descriptor in a forked child that shares them with its parent."""
         if self._connecting is not None:
             self._connecting.close()
         if self._server is not None:
@@ -111,27 +112,27 @@ class Client(Control):
         self._selector.close()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._server is not None:
-            self._server.socket.finish(_LAST_WORDS_S)
-        self._hang_up()
+            self._server.socket.finish(_SEND_TIMEOUT_S)
+        self._close_connection()
         self._selector.close()
 
-    def _try_to_connect(self) -> None:
+    def _connect(self) -> None:
         if self._server is not None or self._connecting is not None or time.monotonic() < self._attempt_at:
             return
         self._attempt_at = time.monotonic()
         self._num_attempts += 1
-        if self._look is not None:
-            found = self._look()
+        if self._find_server is not None:
+            found = self._find_server()
             if found is None:
-                self._try_later(f"{self._noun} 0 has not said where it listens")
+                self._retry_later(f"{self._noun} 0 has not said where it listens")
                 return
             self._address, self._port = found
         try:
             numbers = resolve(self._address)
         except SettingError as error:
-            self._try_later(str(error))
+            self._retry_later(str(error))
             return
         number = numbers[self._num_attempts % len(numbers)]  # not every address of a name need lead there
         connecting = socket.socket(family_of(number), socket.SOCK_STREAM)
@@ -139,7 +140,7 @@ class Client(Control):
         self._connecting = connecting
         code = connecting.connect_ex((number, self._port))
         if code not in (0, errno.EINPROGRESS):
-            self._try_later(os.strerror(code))
+            self._retry_later(os.strerror(code))
             return
         self._selector.register(connecting, selectors.EVENT_WRITE)
 
@@ -148,11 +149,11 @@ class Client(Control):
         assert connecting is not None
         code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code != 0:
-            self._try_later(os.strerror(code))
+            self._retry_later(os.strerror(code))
             return
         if connecting.getsockname() == connecting.getpeername():
             # Without a listener, a port of the outgoing range can be connected to itself.
-            self._try_later("nothing listens there")
+            self._retry_later("nothing listens there")
             return
         self._selector.unregister(connecting)
         self._connecting = None
@@ -175,53 +176,52 @@ class Client(Control):
                 self.started = True
                 self._events.append(Go(payload=payload if isinstance(payload, dict) else {}))
             elif kind == "refuse":
-                code = message.get("exit_code")
-                raise RefusedError(
-                    printable(str(message.get("sentence")), 4000), code if code == EXIT_USAGE else EXIT_FAILURE
-                )
+                code = EXIT_USAGE if exit_code_of(message) == EXIT_USAGE else EXIT_FAILURE
+                raise RefusedError(printable(str(message.get("sentence")), 4000), code)
             elif kind == "failure":
                 failure = Failure.from_message(message)
                 if failure is not None:
                     server.settled = True  # it ends now, too
                     self._events.append(Reported(failure=failure))
             elif kind == "end":
-                code = message.get("exit_code")
-                server.left = code if isinstance(code, int) else EXIT_FAILURE
+                server.left = exit_code_of(message)
                 self._events.append(Ended(exit_code=server.left))
 
     def _authenticate(self, server: Peer, message: Mapping[str, Any]) -> None:
-        """Answer the challenge; say who this is only to a server that has proved that it knows the secret."""
+        """Answer the challenge; send the hello only to a server that has proved that it knows the secret."""
         kind = message.get("type")
         if self._handshake is None:
             theirs = nonce_in(message)
             if kind != "challenge" or (theirs is None and message.get("protocol") == PROTOCOL):
-                self._doubt(self._not_stormo())
+                self._reject_server(self._not_stormo())
                 return
             if message.get("protocol") != PROTOCOL or theirs is None:
-                self._doubt(self._other_release(message))
+                self._reject_server(
+                    other_release(f"{self._noun.capitalize()} 0 at {self._where}", self._hello, message, self._noun)
+                )
                 return
             self._handshake = Handshake(self._secret, theirs, new_nonce())
             answer = {"type": "answer", "nonce": self._handshake.client_nonce, "code": self._handshake.client_code()}
             server.socket.send(answer)
         elif kind != "proof" or not has_code(message, self._handshake.server_code()):
-            self._doubt(self._not_known())
+            self._reject_server(self._not_authenticated())
         else:
             self._welcomed = True
             server.socket.seal(*self._handshake.seals())
             server.socket.send(self._hello.to_message())
 
-    def _doubt(self, error: SettingError) -> None:
-        """What listens there is not member 0: raise the error or, where the address is looked up, look again."""
-        if self._look is None:
+    def _reject_server(self, error: SettingError) -> None:
+        """What listens there is not member 0: raise the error, or retry where the address may change."""
+        if self._find_server is None:
             raise error
-        self._try_later(str(error))
+        self._retry_later(str(error))
 
     def _notice_end(self, server: Peer, now: float) -> None:
         if not self._welcomed:
             if server.socket.fault is not None:
-                self._doubt(self._not_stormo())
+                self._reject_server(self._not_stormo())
             elif server.socket.closed:
-                self._try_later("whatever listens there closes the connection at once")
+                self._retry_later("whatever listens there closes the connection at once")
             return
         why = server.gone(now, self._timeouts)
         if why is not None:
@@ -229,14 +229,13 @@ class Client(Control):
                 raise JoinError(f"{self._noun} 0 on host {server.host} {why} before the job began")
             server.settled = True
             self._events.append(Gone(member=0, host=server.host, why=why))
-        if (why is not None or server.socket.closed) and server.socket.fileno() >= 0:
-            self._selector.unregister(server.socket)
-            server.socket.close()
+        if why is not None or server.socket.closed:
+            self._disconnect(server)
 
     def _check_joining(self, now: float) -> None:
         if now > self._deadline:
             if self._welcomed:
-                # The server gives up at its own time, with a better sentence; this is for one that does not.
+                # The server itself times out with a better message; this is for one that does not.
                 if now > self._deadline + self._timeouts.lost_after_s:
                     raise JoinError(
                         f"{self._noun} {self._hello.member} waited {self._timeouts.join_s:g} s at {self._where} "
@@ -246,49 +245,39 @@ class Client(Control):
                 return
             raise JoinError(
                 f"{self._noun} {self._hello.member} (host {self._hello.host}) tried to reach {self._noun} 0 at "
-                f"{self._where} for {self._timeouts.join_s:g} s, but without success ({self._trouble}); "
+                f"{self._where} for {self._timeouts.join_s:g} s, but without success ({self._last_error}); "
                 f"check that {self._noun} 0 runs, that --master-addr and --master-port are the same on every "
                 f"{self._noun}, and that no firewall closes the port"
             )
         waiting = self._connecting is not None or (self._server is not None and not self._welcomed)
         if waiting and now - self._attempt_at > _ATTEMPT_TIMEOUT_S:
             accepted = self._server is not None
-            self._try_later(
+            self._retry_later(
                 "something accepts the connection there, but does not answer as stormo does"
                 if accepted
                 else "no answer; its packets may be dropped by a firewall"
             )
 
-    def _try_later(self, trouble: str) -> None:
-        self._trouble = trouble
-        self._hang_up()
+    def _retry_later(self, error: str) -> None:
+        self._last_error = error
+        self._close_connection()
         self._attempt_at = time.monotonic() + min(_FIRST_RETRY_AFTER_S * (1 + self._num_attempts), _LAST_RETRY_AFTER_S)
 
-    def _hang_up(self) -> None:
+    def _close_connection(self) -> None:
         if self._connecting is not None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(self._connecting)
             self._connecting.close()
             self._connecting = None
         if self._server is not None:
-            if self._server.socket.fileno() >= 0:
-                self._selector.unregister(self._server.socket)
-                self._server.socket.close()
+            self._disconnect(self._server)
             self._server = None
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._server is not None and self._welcomed:
             self._server.socket.send(message)
 
-    def _other_release(self, message: Mapping[str, Any]) -> SettingError:
-        return SettingError(
-            f"{self._noun.capitalize()} 0 at {self._where} speaks version "
-            f"{printable(repr(message.get('protocol')), 20)} of stormo's control channel",
-            f"host {self._hello.host} speaks version {PROTOCOL}",
-            f"install the same release of stormo on every {self._noun}",
-        )
-
-    def _not_known(self) -> SettingError:
+    def _not_authenticated(self) -> SettingError:
         return SettingError(
             f"--master-port {self._port} was set",
             f"what listens on {self._where} does not have the secret of this job",

@@ -1,10 +1,9 @@
-"""The words of the control channel, over which the members of a job meet, agree, and hear of each other's end.
+"""The control channel, over which the members of a job join, compare settings, and learn of each other's end.
 
-Members are agents (one a node) or, under a foreign launcher, ranks. JSON lines over TCP: member 0 serves (`server`),
-the others are clients (`client`). Nothing runs by itself: the owner waits on `fileno` and calls `poll` a few times a
-second, which reads, sends heartbeats and returns what happened. A joining that cannot succeed raises out of `poll`,
-with the same sentence on every member. Carries no data of the training. Nothing is believed, or even judged, before
-both sides have shown that they know the secret of the job (`handshake`).
+Members are agents (one a node) or, under another launcher, ranks. JSON lines over TCP: member 0 serves (`server`), the
+others are clients (`client`). There is no thread: the owner waits on `fileno` and calls `poll` a few times a second,
+which reads, sends heartbeats and returns events. If joining fails, `poll` raises the same error on every member. No
+training data passes here. Nothing is read before both sides have shown that they know the secret of the job (`auth`).
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stormo.errors import SettingError, StormoError, counted
+from stormo.errors import EXIT_FAILURE, SettingError, StormoError, pluralize
 from stormo.launch.failure import OUT_OF_MEMORY, Failure, printable, signal_name
 from stormo.launch.json_socket import JsonSocket
-from stormo.system.process import fatal_signal, process_space, process_state
+from stormo.system.process import fatal_signal, pid_namespace, process_state
 
 PROTOCOL = 2
 _MAX_OPTIONS_SHOWN = 5
 
 
 class JoinError(StormoError):
-    """The members did not find together in time."""
+    """Not all members joined in time."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(f"{sentence}.")
 
 
 class RefusedError(StormoError):
-    """The members do not fit together; carries the sentence of the member that noticed."""
+    """The members do not fit together; carries the message of the member that noticed."""
 
     def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)
@@ -52,7 +51,7 @@ class Hello:
     digest: str = ""
     options: Mapping[str, str] = field(default_factory=dict)  # what the digest is made of, to name a difference
     pid: int = field(default_factory=os.getpid)
-    process_space: str = field(default_factory=process_space)  # within which the pid means something
+    pid_namespace: str = field(default_factory=pid_namespace)  # in which the pid is valid
 
     def to_message(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -67,26 +66,26 @@ class ChannelTimeouts:
     join_s: float = 600.0
     heartbeat_s: float = 1.0
     lost_after_s: float = 10.0  # the other machine acknowledges nothing
-    stalled_after_s: float = 10.0  # the machine answers, but its member says nothing
+    stalled_after_s: float = 10.0  # the machine answers, but its member sends nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Go:
-    """All members have come; what member 0 has to share."""
+    """All members have joined; `payload` comes from member 0."""
 
     payload: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reported:
-    """A member, or one of its ranks, has failed and says how."""
+    """A member, or one of its ranks, reports its failure."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnded:
-    """A rank of another member has ended in order (member 0 is told)."""
+    """A rank has exited cleanly, perhaps too early; only member 0 learns of those of other members."""
 
     rank: int
     host: str
@@ -95,7 +94,7 @@ class RankEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gone:
-    """A member has vanished without a word."""
+    """A member has vanished without a message."""
 
     member: int
     host: str
@@ -104,7 +103,7 @@ class Gone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """All members have ended in order; the exit code of the whole."""
+    """All members have exited cleanly; the exit code of the job."""
 
     exit_code: int
 
@@ -113,27 +112,27 @@ Event = Go | Reported | RankEnded | Gone | Ended
 
 
 class Peer:
-    """The other end of one connection, and when it was last heard."""
+    """The other end of one connection."""
 
     def __init__(self, socket: JsonSocket, *, host: str = "") -> None:
         self.socket = socket
         self.host = host  # first the address, later the name
         self.nonce = ""  # this side's, of the handshake
-        self.is_known = False  # whether it has shown that it knows the secret of the job
+        self.is_authenticated = False
         self.member: int | None = None
-        self.pid: int | None = None  # where its process can be seen from here
-        self.step: int | None = None  # of which it has told last
+        self.pid: int | None = None  # None where its process cannot be seen from here
+        self.step: int | None = None  # the last one it reported
         self.started_at = self.heard_at = self.beaten_at = time.monotonic()
-        self.left: int | None = None  # the exit code it said goodbye with
-        self.settled = False  # its failure is known: that it then vanishes is no news
+        self.left: int | None = None  # the exit code with which it left
+        self.settled = False  # its failure is known, so that its vanishing means nothing
 
     def introduce(self, message: Mapping[str, Any]) -> None:
-        """Take its name, and its process id where that means something here, from its hello or welcome."""
+        """Take its host, and its process id where that is valid here, from its hello or welcome."""
         self.host, pid = host_of(message), message.get("pid")
-        self.pid = pid if isinstance(pid, int) and message.get("process_space") == process_space() else None
+        self.pid = pid if isinstance(pid, int) and message.get("pid_namespace") == pid_namespace() else None
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that are there; any of them is a sign of life."""
+        """The messages that are there; each counts as a heartbeat."""
         messages = self.socket.receive()
         if messages:
             self.heard_at = time.monotonic()
@@ -142,7 +141,7 @@ class Peer:
         return messages
 
     def beat(self, *, step: int | None = None, after_s: float = 0.0) -> None:
-        """Send a heartbeat unless the last one was sent less than so long ago."""
+        """Send a heartbeat unless the last one is younger than `after_s`."""
         self.socket.flush()
         now = time.monotonic()
         if now - self.beaten_at >= after_s:
@@ -150,7 +149,7 @@ class Peer:
             self.socket.send({"type": "beat"} if step is None else {"type": "beat", "step": step})
 
     def gone(self, now: float, timeouts: ChannelTimeouts) -> str | None:
-        """Why the peer counts as gone, or None while it is there or has ended in order."""
+        """Why the peer counts as gone; None while it is there or after it has left."""
         if self.left is not None or self.settled:
             return None
         if self.socket.unreachable:
@@ -177,7 +176,7 @@ class Control:
 
     def __init__(self, hello: Hello, *, secret: bytes, timeouts: ChannelTimeouts, noun: str) -> None:
         self.started = False
-        self.step: int | None = None  # of this member, told with every heartbeat
+        self.step: int | None = None  # of this member, sent with every heartbeat
         self._hello = hello
         self._secret = secret
         self._timeouts = timeouts
@@ -191,54 +190,58 @@ class Control:
         return self._selector.fileno()
 
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Wait for events at most so long; those that happened."""
+        """Wait at most so long; the events that happened."""
         raise NotImplementedError
 
     def report(self, failure: Failure) -> None:
-        """Tell the others what has failed."""
+        """Report a failure to the other members."""
 
     def rank_ended(self, rank: int, exit_code: int) -> None:
-        """Tell member 0 that a rank has ended in order; on member 0 its owner keeps the book itself."""
+        """Report to member 0 that a rank has exited cleanly; member 0 itself knows."""
 
     def leave(self, exit_code: int) -> None:
-        """Say that this member has ended in order; `Ended` follows when all have."""
+        """Report that this member exits cleanly; `Ended` follows when all have left."""
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything said is on its way, at most so long."""
+        """Wait until everything is sent, at most so long."""
 
     def dismiss(self) -> None:
-        """Member 0 ends in order and no longer serves the others, who continue without the channel."""
+        """Stop serving: member 0 exits cleanly, and the others continue without the channel."""
 
     def close(self) -> None:
-        """Let go of every connection after the last words have arrived."""
+        """Close every connection after the last messages have arrived."""
 
     def abandon(self) -> None:
-        """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
+        """Close every descriptor in a forked child that shares them with its parent.
+
+        Nothing is unregistered: that would change the parent's selector too.
+        """
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events
 
+    def _disconnect(self, peer: Peer) -> None:
+        if peer.socket.fileno() >= 0:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
+
 
 def configure(connected: socket.socket, timeouts: ChannelTimeouts) -> None:
-    """Send small messages at once, and let the kernel give a silent machine up in time."""
+    """Send small messages at once, and let the kernel close the connection to a silent machine in time."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # Heartbeats keep data on its way, at most two periods apart, so that this is also a limit for a machine that
-        # is switched off. It tells such a machine from a process merely stopped, whose kernel still acknowledges.
+        # The limit counts from unacknowledged data, which heartbeats send every two periods at least. It tells a dead
+        # machine from a stopped process, whose kernel still acknowledges.
         limit_s = max(timeouts.lost_after_s - 2 * timeouts.heartbeat_s, 0.5 * timeouts.lost_after_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
 
 
 def validate_member(own: Hello, message: Mapping[str, Any], taken: Mapping[int, str], noun: str) -> SettingError | None:
-    """Why a member that says hello cannot be one of this job; `taken` maps the ids that have come to their hosts."""
+    """Why a member cannot join; `taken` maps the ids of those that have joined to their hosts."""
     member, count, host = message.get("member"), message.get("num_members"), host_of(message)
     if message.get("protocol") != PROTOCOL:
-        return SettingError(
-            f"Host {host} speaks version {printable(repr(message.get('protocol')), 20)} of stormo's control channel",
-            f"host {own.host} speaks version {PROTOCOL}",
-            f"install the same release of stormo on every {noun}",
-        )
+        return other_release(f"Host {host}", own, message, noun)
     if not isinstance(member, int) or not isinstance(count, int):
         return SettingError(
             f"Host {host} came without its {noun} id",
@@ -249,7 +252,7 @@ def validate_member(own: Hello, message: Mapping[str, Any], taken: Mapping[int, 
     own_count, their_count, their_id = (
         (f"--num-nodes {own.num_members}", f"--num-nodes {count}", f"--node-id {member}")
         if noun == "node"
-        else (*(f"a world of {counted(number, 'rank')}" for number in (own.num_members, count)), f"rank {member}")
+        else (*(f"a world of {pluralize(number, 'rank')}" for number in (own.num_members, count)), f"rank {member}")
     )
     if count != own.num_members:
         return SettingError(
@@ -266,10 +269,19 @@ def validate_member(own: Hello, message: Mapping[str, Any], taken: Mapping[int, 
     if member in taken:
         return SettingError(
             f"Host {host} was started with {their_id}",
-            f"host {taken[member]} has already come as {noun} {member}",
+            f"host {taken[member]} has already joined as {noun} {member}",
             f"give every {noun} its own id from 0 to {count - 1}",
         )
     return None if message.get("digest") == own.digest else _difference(own, message, noun)
+
+
+def other_release(who: str, own: Hello, message: Mapping[str, Any], noun: str) -> SettingError:
+    """The error for a member whose release speaks another version of the protocol."""
+    return SettingError(
+        f"{who} speaks version {printable(repr(message.get('protocol')), 20)} of stormo's control channel",
+        f"host {own.host} speaks version {PROTOCOL}",
+        f"install the same release of stormo on every {noun}",
+    )
 
 
 def _difference(own: Hello, message: Mapping[str, Any], noun: str) -> SettingError:
@@ -294,8 +306,14 @@ def _difference(own: Hello, message: Mapping[str, Any], noun: str) -> SettingErr
 
 
 def host_of(message: Mapping[str, Any]) -> str:
-    """The host name a message gives, fit to be shown."""
+    """The host name in a message, printable."""
     return printable(str(message.get("host", "?")), 300)
+
+
+def exit_code_of(message: Mapping[str, Any]) -> int:
+    """The exit code in a message; that of a failure where it is none."""
+    code = message.get("exit_code")
+    return code if isinstance(code, int) else EXIT_FAILURE
 
 
 def _value(value: Any) -> str:

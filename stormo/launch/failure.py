@@ -1,4 +1,4 @@
-"""What ended a rank or a node: the sentence that the user reads, and a message that may come from another machine.
+"""What ended a rank or a node: the message for the user, which may come from another machine.
 
 Text that arrives over a socket is cut to a bounded length and stripped of control characters before it is shown.
 """
@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
-from stormo.launch.peer_loss import PeerLoss, peer_loss
+from stormo.launch.torch_errors import PeerLoss, peer_loss
 from stormo.system import files
 
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000
 OUT_OF_MEMORY = "the kernel's out-of-memory killer may have done this; dmesg would say so"
-ORDERLY_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
+CLEAN_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
 _EXIT_CODES = (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_RESUMABLE)
 _KINDS = ("exception", "setting", "signal", "exit", "early", "silent", "gone", "stopped")
 _MAX_CHARACTERS = {
@@ -37,18 +37,18 @@ _TYPES: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """One way a job ended that was not meant."""
+    """One way in which a job failed."""
 
     kind: str
     who: str  # "rank 3" or "node 1"
     host: str
-    what: str  # goes on after who: "failed: ValueError: boom"; for a setting the whole sentence
+    what: str  # follows `who`: "failed: ValueError: boom"; for a setting the whole sentence
     details: str = ""  # the traceback, or the last lines on stderr
     exit_code: int = EXIT_FAILURE
     secondary: bool = False  # a survivor that misses its peer, not the cause
-    printed: bool = False  # the one who failed has shown it already
+    printed: bool = False  # the failed rank has shown it already
     rank: int = -1  # of the worker that failed; -1 for a node
-    loss: PeerLoss | None = None  # whom it misses, where that is what it says
+    loss: PeerLoss | None = None  # of a rank that misses a peer
 
     def __post_init__(self) -> None:
         assert self.kind in _KINDS, self.kind
@@ -70,7 +70,7 @@ class Failure:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Failure | None:
-        """Out of a message from anyone: None unless every value has its type."""
+        """From an untrusted message: None unless every value has its type."""
         values: dict[str, Any] = {name: message.get(name) for name in _TYPES}
         if not all(isinstance(values[name], kind) for name, kind in _TYPES.items()):
             return None
@@ -81,14 +81,14 @@ class Failure:
         return cls(**{**values, **texts}, loss=_loss_of(message.get("loss")))
 
     def with_last_lines(self, lines: str) -> Failure:
-        """The same, followed by what the rank wrote last."""
+        """With what the rank wrote last."""
         if not lines.strip():
             return self
         lines = printable(lines, MAX_DETAILS_CHARACTERS - len(self.details) - 100)
         return replace(self, details=f"{self.details}Its last lines on stderr:\n{lines}")
 
     def as_cause(self) -> Failure:
-        """The same, once it is clear that no better cause will be found."""
+        """As the cause, where no better one was found."""
         return replace(self, secondary=False)
 
 
@@ -124,15 +124,15 @@ def of_signal(number: int, *, rank: int, host: str) -> Failure:
     return Failure(kind="signal", who=f"rank {rank}", host=host, what=what, details=details)
 
 
-def of_exit(code: int, *, rank: int, host: str, is_of_script: bool = False) -> Failure:
-    """The failure of a rank that ended with an exit code and never said why; a script's code is its own to choose."""
+def of_exit(code: int, *, rank: int, host: str, keeps_code: bool = False) -> Failure:
+    """The failure of a rank that exited without a report; the code of a script is kept."""
     what = f"ended with exit code {code} and did not report why"
-    exit_code = code if is_of_script else EXIT_FAILURE
+    exit_code = code if keeps_code else EXIT_FAILURE
     return Failure(kind="exit", who=f"rank {rank}", host=host, what=what, exit_code=exit_code)
 
 
 def of_exit_before_world(code: int, *, rank: int, host: str, waiting: int) -> Failure:
-    """The failure of a script's rank that ended in order, while another waits for it to join."""
+    """The failure of a script's rank that exited cleanly while another waits for it to join."""
     what = f"ended with exit code {code} before it called stormo.World(), in which rank {waiting} waits for it; "
     return Failure(kind="early", who=f"rank {rank}", host=host, what=f"{what}let every worker reach it, or none")
 
@@ -144,14 +144,24 @@ def of_early_exit(*, rank: int, host: str) -> Failure:
 
 
 def of_stop(number: int, *, rank: int, host: str) -> Failure:
-    """The failure of a rank that was asked to stop before it could save."""
-    what = f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order"
-    exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
-    return Failure(kind="stopped", who=f"rank {rank}", host=host, what=what, exit_code=exit_code)
+    """The failure of a rank that a stop signal ended before it could save."""
+    return Failure(
+        kind="stopped", who=f"rank {rank}", host=host, what=stopped_early(number), exit_code=stop_exit_code(number)
+    )
+
+
+def stopped_early(number: int) -> str:
+    """What happened to a process that a stop signal ended; follows its name."""
+    return f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order"
+
+
+def stop_exit_code(number: int) -> int:
+    """The exit code of a process that a stop signal ended."""
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
 
 
 def _loss_of(message: Any) -> PeerLoss | None:
-    """What a message says of whom a worker misses: None unless every value has its type."""
+    """From an untrusted message: None unless every value has its type."""
     if not isinstance(message, Mapping):
         return None
     waited_s, at, remark = (message.get(name) for name in ("waited_s", "at", "remark"))
@@ -163,15 +173,15 @@ def _loss_of(message: Any) -> PeerLoss | None:
 
 
 def combined_exit_code(codes: Iterable[int]) -> int:
-    """The exit code of a whole out of those of its parts: 0 only if all are 0."""
+    """The exit code of a job from those of its parts: 0 only if all are 0."""
     seen = set(codes)
-    if not seen <= set(ORDERLY_EXIT_CODES):
+    if not seen <= set(CLEAN_EXIT_CODES):
         return EXIT_FAILURE
     return next((code for code in (EXIT_INTERRUPTED, EXIT_DIVERGED, EXIT_RESUMABLE) if code in seen), 0)
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals have no name of their own."""
+    """SIGKILL for 9; real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -14,17 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stormo.config.schema import OF_ONE_CALL, TrainConfig
-from stormo.errors import SettingError, counted
+from stormo.config.schema import CALL_ONLY, TrainConfig
+from stormo.errors import SettingError, pluralize
 from stormo.launch.address import family_of, is_loopback_name
 from stormo.launch.auth import VARIABLE, new_secret
 from stormo.launch.environments.slurm import expand_hosts, num_groups
 from stormo.launch.rank_info import derived_port, host_name
 from stormo.launch.ssh import HostCommand, run_on_hosts
-from stormo.system.process import own_command
+from stormo.system.process import stormo_command
 
-# What of this environment the workers on other hosts get too: what numerical and network libraries read, but not the
-# numbers of the GPUs of this host, which may be others there.
+# The variables that the workers on other hosts get too: those of numerical and network libraries, but not the GPU
+# numbers of this host.
 _PASSED_ON = ("CUDA_", "FI_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "UCX_")
 _PASSED_ON_WHOLE = ("LD_LIBRARY_PATH", "HF_HOME")
 _OF_THIS_HOST = ("CUDA_VISIBLE_DEVICES",)
@@ -114,7 +114,7 @@ def _merged(hosts: Iterable[ListedHost], source: str) -> tuple[ListedHost, ...]:
 
 
 def all_here(hosts: Iterable[ListedHost]) -> bool:
-    """Whether all of them are this machine, as far as their names tell."""
+    """Whether all of them are this machine, by their names."""
     return all(_is_here(host.address) for host in hosts)
 
 
@@ -135,7 +135,7 @@ def slots_of(hosts: Sequence[ListedHost], num_workers: int | None) -> int | None
             if host.slots is not None and host.slots < num_workers:
                 raise SettingError(
                     f"--num-gpus {num_workers} was set",
-                    f"host {host.name} is listed with {counted(host.slots, 'slot')}",
+                    f"host {host.name} is listed with {pluralize(host.slots, 'slot')}",
                     f"set --num-gpus {host.slots}, or list it with slots={num_workers}",
                 )
         return num_workers
@@ -157,7 +157,7 @@ def hosts_of(config: TrainConfig) -> tuple[ListedHost, ...]:
     """The hosts on which to start this command; none where it is for this node alone."""
     workers = config.workers
     if workers.launcher == "auto":
-        given = next((name for name in OF_ONE_CALL[1:] if getattr(workers, name)), None)
+        given = next((name for name in CALL_ONLY[1:] if getattr(workers, name)), None)
         if given is not None and "launcher" not in config.given:
             flag = f"--{given.replace('_', '-')}"
             raise SettingError(f"{flag} was set without --launcher", "it is for ssh", "set --launcher ssh")
@@ -181,13 +181,13 @@ def _check_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...]) -> None:
     if "node_id" in config.given:
         raise SettingError(
             f"--node-id {workers.node_id} was set with --launcher {workers.launcher}",
-            "every host gets a number of its own",
+            "every host gets its own",
             "leave it out",
         )
     if "num_nodes" in config.given and workers.num_nodes != len(hosts):
         raise SettingError(
             f"--num-nodes {workers.num_nodes} was set",
-            f"{counted(len(hosts), 'host')} {'is' if len(hosts) == 1 else 'are'} named",
+            f"{pluralize(len(hosts), 'host')} {'is' if len(hosts) == 1 else 'are'} named",
             "leave it out",
         )
     if "master_addr" not in config.given and is_loopback_name(hosts[0].address) and not all_here(hosts):
@@ -216,15 +216,15 @@ def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str
     own, theirs = _without(rest[:at]), rest[at:]
     if config.command.config is not None:
         own += ["--launcher", "auto"]  # the file may say otherwise
-    command = [*own_command(verb), *own]
+    command = [*stormo_command(verb), *own]
     num_gpus = slots_of(hosts, workers.num_gpus)
-    told = [] if num_gpus is None else ["--num-gpus", str(num_gpus)]
-    told += ["--master-addr", address, "--master-port", str(port), "--num-nodes", str(len(hosts))]
+    added = [] if num_gpus is None else ["--num-gpus", str(num_gpus)]
+    added += ["--master-addr", address, "--master-port", str(port), "--num-nodes", str(len(hosts))]
     environ = {name: os.environ[name] for name in _passed_on()}
     commands = [
         HostCommand(
             host=host.name,
-            command=(*command, *told, "--node-id", str(node_id), *theirs),
+            command=(*command, *added, "--node-id", str(node_id), *theirs),
             folder=str(Path.cwd()),
             environ=environ,
         )
@@ -234,7 +234,7 @@ def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str
         for one in commands:
             print(f"# on {one.host}\n{one.by_hand()}")  # noqa: T201
         return 0
-    shared = {VARIABLE: os.environ.get(VARIABLE) or new_secret()}  # goes through ssh's input, which nobody else sees
+    shared = {VARIABLE: os.environ.get(VARIABLE) or new_secret()}  # through ssh's input, which other users cannot see
     return run_on_hosts([replace(one, environ={**one.environ, **shared}) for one in commands], os.environ)
 
 
@@ -245,15 +245,15 @@ def _passed_on() -> list[str]:
 
 
 def _without(arguments: Sequence[str]) -> list[str]:
-    """The command line without the flags of this call alone, and those that every host gets anew."""
-    taken = {*OF_ONE_CALL, "num_nodes", "num_gpus", "master_addr", "master_port"}
+    """The command line without the flags of this call and those that each host gets anew."""
+    taken = {*CALL_ONLY, "num_nodes", "num_gpus", "master_addr", "master_port"}
     kept: list[str] = []
-    words = iter(arguments)
-    for word in words:
+    rest = iter(arguments)
+    for word in rest:
         name, equals, _ = word.partition("=")
         key = name.removeprefix("--").removeprefix("no-").replace("-", "_")
         if not name.startswith("--") or key not in taken:
             kept.append(word)
         elif not equals and key != "print_commands":
-            next(words, None)  # its value
+            next(rest, None)  # its value
     return kept

@@ -20,7 +20,7 @@ from stormo.launch.auth import MAX_HANDSHAKE_BYTES, Seal
 
 MAX_LINE_BYTES = 256 * 1024
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
-_READ_BYTES = MAX_LINE_BYTES  # at once, so that the last words of a process that has ended are read whole
+_READ_BYTES = MAX_LINE_BYTES  # at once, so that the last messages of an exited process are read whole
 # What the kernel says when the other machine, or the way to it, has stopped answering.
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
@@ -29,15 +29,15 @@ class JsonSocket:
     """One end of a connection; after `closed` nothing more will come or go."""
 
     def __init__(self, connected: socket.socket, *, in_handshake: bool = False) -> None:
-        """`in_handshake`: the other side is not known until `seal` is called."""
+        """`in_handshake`: the other side is not authenticated until `seal` is called."""
         self._in_handshake = in_handshake
-        self._seals: tuple[Seal, Seal] | None = None  # of what goes out, and of what comes in
+        self._seals: tuple[Seal, Seal] | None = None  # outgoing, incoming
         self._socket = connected
         self._socket.setblocking(False)
         self._unread = bytearray()
         self._unsent = bytearray()
         self.closed = False
-        self.fault: str | None = None  # why what came is no message of ours
+        self.fault: str | None = None  # what was wrong with the input
         self.unreachable = False  # closed because the other machine no longer answers
 
     def fileno(self) -> int:
@@ -50,7 +50,7 @@ class JsonSocket:
         self._seals = outgoing, incoming
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message; what the socket does not take at once goes with the next `flush`."""
+        """Send one message; the rest of what the socket does not take goes with the next `flush`."""
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         assert len(line) <= MAX_LINE_BYTES - Seal.SIZE, f"a message of {len(line)} bytes"
         if self.closed:
@@ -71,7 +71,7 @@ class JsonSocket:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                # The last words of the other side may still lie unread: leave the end for `receive` to find.
+                # The last messages of the other side may still be unread: `receive` finds the end.
                 self._unsent.clear()
                 if error.errno in _UNREACHABLE:
                     self._end(unreachable=True)
@@ -79,7 +79,7 @@ class JsonSocket:
             del self._unsent[:sent]
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything is sent, at most so long; for the last words before an end."""
+        """Wait until everything is sent, at most so long."""
         deadline = time.monotonic() + timeout_s
         self.flush()
         while self._unsent and not self.closed and (left_s := deadline - time.monotonic()) > 0:
@@ -111,7 +111,7 @@ class JsonSocket:
         self._unread = bytearray(rest)
         longest = MAX_HANDSHAKE_BYTES if self._in_handshake else MAX_LINE_BYTES
         if self._in_handshake and len(lines) + bool(rest) > 1:
-            self._end(fault="it goes on before it was answered")
+            self._end(fault="it sent more before it was answered")
             return []
         for line in lines:
             message = self._message(line) if len(line) <= longest else None
@@ -135,7 +135,7 @@ class JsonSocket:
         return message if isinstance(message, dict) else None
 
     def finish(self, timeout_s: float) -> None:
-        """Close after the last words have arrived: closing on unread input would reset the connection and lose them."""
+        """Close after the last messages have arrived: closing on unread input would reset the connection."""
         deadline = time.monotonic() + timeout_s
         self.drain(timeout_s)
         with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ class JsonSocket:
         self.close()
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self.closed = True
         with contextlib.suppress(OSError):
             self._socket.close()

@@ -1,7 +1,7 @@
-"""What the user sees of a job: the workers' lines whole, the launcher's own sentences, the cause of a failure first.
+"""What the user sees of a job: whole lines of the workers, the launcher's messages, the cause of a failure first.
 
-LineBuffer on stderr are held for a moment: a survivor often complains before the death that made it complain is seen.
-Bytes stay as they are; only what is kept for a message is decoded.
+Lines on stderr are held for a moment: a survivor often complains before the death of its peer is seen. Bytes stay as
+they are; only what is kept for a message is decoded.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ import re
 import select
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from stormo.launch.failure import Failure
 
 STDOUT, STDERR = 1, 2
 _MAX_LINE_BYTES = 64 * 1024
 _NUM_LAST_LINES = 20
-# How a script begins to say that it does not know a flag. It ends then, and all workers say the same; but the end of a
-# process that has loaded torch takes its time.
+_READ_REST_S, _QUIET_MS = 1.0, 50
+PREFIX = "stormo: "  # of the launcher's messages
+# How a script reports a flag that it does not know. All workers then write the same and exit, which takes a while for a
+# process that has loaded torch.
 _USAGE = re.compile(rb"(?:\[rank \d+\] )?usage: .*\[", re.IGNORECASE)  # [-h], [OPTIONS]
 _USAGE_HOLD_S = 5.0
 
 
 class LineBuffer:
-    """Puts the lines of one stream together; a prefix names the worker they come from."""
+    """Assembles the lines of one stream; a prefix names the worker."""
 
     def __init__(self, prefix: bytes = b"") -> None:
         self._prefix = prefix
@@ -84,6 +87,24 @@ class Stream:
         return self._lines.finish()
 
 
+_StreamT = TypeVar("_StreamT", bound=Stream)
+
+
+def read_rest(streams: Sequence[_StreamT], read: Callable[[_StreamT], None]) -> None:
+    """Read what ended processes left in their pipes, which something that outlives them may keep open."""
+    deadline = time.monotonic() + _READ_REST_S
+    while (still_open := [stream for stream in streams if not stream.closed]) and time.monotonic() < deadline:
+        poll = select.poll()  # select.select knows no descriptor above 1023
+        for stream in still_open:
+            poll.register(stream, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(_QUIET_MS)}
+        for stream in still_open:
+            if stream.fd in ready:
+                read(stream)
+        if not ready:
+            return
+
+
 class LogMultiplexer:
     """Writes the lines of all workers of a node; remembers the last ones of each."""
 
@@ -132,9 +153,13 @@ class LogMultiplexer:
         self._cause_shown = True
 
     def say(self, sentence: str) -> None:
-        """One sentence of the agent's own."""
-        fresh = "\r\x1b[K" if os.isatty(STDERR) else ""  # rank 0 may have left its progress in this line
-        write_all(STDERR, f"{fresh}stormo: {sentence}\n".encode())
+        """Write a message of the agent."""
+        say(sentence, before="\r\x1b[K" if os.isatty(STDERR) else "")  # rank 0 may have left its progress there
+
+
+def say(sentence: str, *, before: str = "") -> None:
+    """Write a message of the launcher."""
+    write_all(STDERR, f"{before}{PREFIX}{sentence}\n".encode())
 
 
 def write_all(fd: int, data: bytes) -> None:

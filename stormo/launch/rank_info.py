@@ -1,6 +1,6 @@
-"""Who one process is in a job: its rank, its node, and where rank 0 is met.
+"""Who one process is in a job: its rank, its node, and the address of rank 0.
 
-A launcher's file reads a `RankInfo` from its environment; nothing here looks at the environment by itself.
+Each launcher's file reads a `RankInfo` from its environment.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 
-LAUNCHERS = ("local", "torchrun", "slurm", "mpi", "env", "alone")
-
-# Derived ports stay above the services sites commonly run and below Linux' outgoing range (32768 and up), so that
-# neither a daemon nor somebody's outgoing connection sits on one. The span is a prime, see `derived_port`.
+# Above the services that sites commonly run and below Linux' outgoing range (32768 and up), so that neither uses one.
+# The span is a prime, see `derived_port`.
 _FIRST_DERIVED_PORT = 10_000
 _NUM_DERIVED_PORTS = 22_751
 DEFAULT_MASTER_PORT = 29_600
@@ -26,7 +24,7 @@ DEFAULT_MASTER_PORT = 29_600
 class RankInfo:
     """Who this process is among all processes of the job."""
 
-    launcher: str  # one of LAUNCHERS
+    launcher: str  # local, torchrun, slurm, mpi, env, or alone for a single process
     rank: int
     world_size: int
     local_rank: int
@@ -36,10 +34,9 @@ class RankInfo:
     master_addr: str
     master_port: int
     host: str
-    peer: str = ""  # the name of another host of the job, where the launcher tells one
+    peer: str = ""  # another host of the job, where the launcher names one
 
     def __post_init__(self) -> None:
-        assert self.launcher in LAUNCHERS, self.launcher
         for index, size, index_name, size_name in (
             (self.rank, self.world_size, "rank", "world size"),
             (self.local_rank, self.local_size, "local rank", "number of ranks on its node"),
@@ -51,18 +48,14 @@ class RankInfo:
                 raise self._contradiction(
                     f"{index_name} {index} with a {size_name} of {size}", f"0 <= {index_name} < {size} must hold"
                 )
-        if self.local_size > self.world_size:
+        if max(self.local_size, self.num_nodes) > self.world_size:
             raise self._contradiction(
-                f"{self.local_size} ranks on this node and a world size of {self.world_size}",
-                "a node cannot hold more ranks than there are in all",
-            )
-        if self.num_nodes > self.world_size:
-            raise self._contradiction(
-                f"{self.num_nodes} nodes and a world size of {self.world_size}", "every node holds at least one rank"
+                f"{self.num_nodes} nodes, {self.local_size} ranks on this one, and a world size of {self.world_size}",
+                "there are at least as many ranks in all",
             )
         if self.num_nodes == 1 and self.local_size != self.world_size:
             raise self._contradiction(
-                f"one node with {counted(self.local_size, 'rank')} on it and a world size of {self.world_size}",
+                f"one node with {pluralize(self.local_size, 'rank')} on it and a world size of {self.world_size}",
                 "on one node both must be the same",
             )
         if not self.master_addr:
@@ -78,17 +71,17 @@ class RankInfo:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes."""
+        """Whether this is rank 0, which writes."""
         return self.rank == 0
 
     @property
     def all_on_this_host(self) -> bool:
-        """Whether no rank lives on another node, so that loopback reaches all of them."""
+        """Whether all ranks are on this node, so that loopback reaches them."""
         return self.num_nodes == 1
 
 
 def alone() -> RankInfo:
-    """A process that is a whole job by itself."""
+    """The only process of a job."""
     return RankInfo(
         launcher="alone",
         rank=0,
@@ -115,9 +108,9 @@ def check_port(port: int, name: str) -> None:
 
 
 def derived_port(*parts: int | str) -> int:
-    """A port that every process of a job computes alike from what they share, such as the job id.
+    """A port that every process of a job computes from what they share, such as the job id.
 
-    Whole numbers enter linearly (a prime span, distinct weights): neighbouring jobs never meet on one port.
+    Integers enter linearly (a prime span, distinct weights), so that neighbouring jobs never share a port.
     """
     total = 0
     for position, part in enumerate(parts):
@@ -127,7 +120,7 @@ def derived_port(*parts: int | str) -> int:
 
 
 def read_int(environ: Mapping[str, str], name: str) -> int:
-    """A whole number out of the environment, or the sentence that says what is wrong with it."""
+    """An integer from the environment."""
     text = environ.get(name)
     if text is None:
         raise SettingError(

@@ -1,7 +1,7 @@
-"""Where the ranks of a job meet, and how the agents agree on it before any worker starts.
+"""The rendezvous of a job: the agents agree on the address of torch's store before any worker starts.
 
-The ranks meet in torch's store: in memory that those of one node share, or at a port of rank 0. torch's own server at a
-port lets everybody in who can reach it. The memory has no name that another user could open.
+The store lives in memory that the ranks of one node share, or at a port of rank 0. torch's server at a port admits
+everybody who can reach it. The memory has no name that another user could open.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, StormoError
+from stormo.errors import StormoError
 from stormo.launch.address import LOOPBACK, cannot_listen, family_of, listen, listening_address
 from stormo.launch.auth import job_secret
 from stormo.launch.client import Client
 from stormo.launch.control import ChannelTimeouts, Control, Go, Hello
 from stormo.launch.environments.local import STORE_FD, Node
+from stormo.launch.failure import stop_exit_code
 from stormo.launch.rank_info import RankInfo
 from stormo.launch.server import Server
-from stormo.launch.signals import SignalQueue
+from stormo.system.signals import SignalQueue
 
 BACKLOG = 4096
 _MEMORY = re.compile(r"/proc/\d{1,10}/fd/\d{1,10}")
@@ -33,12 +34,11 @@ _HIGHEST_PORT = 65535
 
 
 class StoppedError(StormoError):
-    """The user ended the job while the nodes were still coming together."""
+    """The user ended the job before all nodes had joined."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} before all nodes had come.")
-        # Nothing was begun, so nothing is lost.
-        self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
+        super().__init__(f"stopped by {signal.Signals(number).name} before all nodes had joined.")
+        self.exit_code = stop_exit_code(number)  # nothing has begun, so nothing is lost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,15 +48,15 @@ class Rendezvous:
     control: Control | None  # None on one node
     store_addr: str
     store_port: int | None  # None on one node
-    # On one node memory that its ranks share, which has no name for anybody else to open. On several node 0 listens
-    # already, so that nobody can take the port in between.
+    # On one node memory that its ranks share. On several nodes node 0 listens already, so that the port cannot be taken
+    # in between.
     store: socket.socket | BinaryIO | None
     script_port: int  # for a script that calls torch.distributed itself
 
     def script_has_group(self) -> bool:
-        """Whether somebody listens on the port that was set aside for a script's own process group."""
+        """Whether a script has opened its own process group at the reserved port."""
         try:
-            _hold(self.store_addr, self.script_port).close()
+            _bind(self.store_addr, self.script_port).close()
         except OSError:
             return True
         return False
@@ -71,9 +71,9 @@ def join_nodes(
     signals: SignalQueue,
     stack: ExitStack,
 ) -> Rendezvous:
-    """Meet the agents of the other nodes; the stack closes what is opened."""
+    """Join the agents of the other nodes; the stack closes what is opened."""
     if node.num_nodes == 1:
-        return _rendezvous_alone(node, stack)
+        return _single_node(node, stack)
     assert node.master_addr is not None, "Node has checked this"
     secret = job_secret(os.environ, node.master_port)
     if node.node_id != 0:
@@ -90,7 +90,7 @@ def join_nodes(
         payload={
             "store_addr": number,
             "store_port": store.getsockname()[1],
-            "script_port": _set_aside(number, 0, stack),
+            "script_port": _reserve(number, 0, stack),
         },
         timeouts=timeouts,
         how_to_start=lambda missing: f"start there: {command_for(command, missing[0])}",
@@ -99,46 +99,45 @@ def join_nodes(
     return _rendezvous(server, _join(server, signals), store)
 
 
-def _rendezvous_alone(node: Node, stack: ExitStack) -> Rendezvous:
-    """The rendezvous of one node."""
+def _single_node(node: Node, stack: ExitStack) -> Rendezvous:
+    """The rendezvous of a single node."""
     return Rendezvous(
         control=None,
         store_addr=LOOPBACK,
         store_port=None,
         store=stack.enter_context(os.fdopen(new_store_memory(), "r+b")),
-        script_port=_set_aside(LOOPBACK, node.script_port, stack),
+        script_port=_reserve(LOOPBACK, node.script_port, stack),
     )
 
 
-def _set_aside(number: str, port: int, stack: ExitStack) -> int:
-    """Bind a port, so that nobody else is given it, without listening, so that torch can."""
+def _reserve(number: str, port: int, stack: ExitStack) -> int:
+    """Bind a port, so that no other process gets it, without listening, so that torch can."""
     try:
-        return int(stack.enter_context(_hold(number, port)).getsockname()[1])
+        return int(stack.enter_context(_bind(number, port)).getsockname()[1])
     except OSError as error:
         raise cannot_listen(number, port, error) from None
 
 
-def _hold(number: str, port: int) -> socket.socket:
-    held = socket.socket(family_of(number))
+def _bind(number: str, port: int) -> socket.socket:
+    bound = socket.socket(family_of(number))
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((number, port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((number, port))
     except OSError:
-        held.close()
+        bound.close()
         raise
-    return held
+    return bound
 
 
 def _join(control: Control, signals: SignalQueue) -> Mapping[str, Any]:
-    """Wait until all have come; a signal ends the waiting."""
+    """Wait until all have joined; a signal ends the wait."""
     with selectors.DefaultSelector() as selector:
         selector.register(signals, selectors.EVENT_READ)
         selector.register(control, selectors.EVENT_READ)
         while True:
             selector.select(0.1)
             for number in signals.read():
-                if number != signal.SIGCHLD:
-                    raise StoppedError(number)
+                raise StoppedError(number)
             for event in control.poll():
                 if isinstance(event, Go):
                     return event.payload
@@ -147,30 +146,30 @@ def _join(control: Control, signals: SignalQueue) -> Mapping[str, Any]:
 def _rendezvous(control: Control, payload: Mapping[str, Any], store: socket.socket | None) -> Rendezvous:
     address, port, script_port = (payload.get(name) for name in ("store_addr", "store_port", "script_port"))
     if not isinstance(address, str) or not isinstance(port, int) or not isinstance(script_port, int):
-        raise StormoError("Node 0 did not say where the ranks meet; install the same release of stormo on every node.")
+        raise StormoError("Node 0 sent no address of the store; install the same release of stormo on every node.")
     return Rendezvous(control=control, store_addr=address, store_port=port, store=store, script_port=script_port)
 
 
 def command_for(command: Sequence[str], node_id: int) -> str:
     """The command line to type on another node."""
-    words = list(command)
-    if words[1:4] == ["-P", "-m", "stormo"]:
-        words[:4] = ["stormo"]
-    for position, word in enumerate(words):
-        if word == "--node-id" and position + 1 < len(words):
-            words[position + 1] = str(node_id)
+    line = list(command)
+    if line[1:4] == ["-P", "-m", "stormo"]:
+        line[:4] = ["stormo"]
+    for position, word in enumerate(line):
+        if word == "--node-id" and position + 1 < len(line):
+            line[position + 1] = str(node_id)
             break
         if word.startswith("--node-id="):
-            words[position] = f"--node-id={node_id}"
+            line[position] = f"--node-id={node_id}"
             break
     else:
-        words += ["--node-id", str(node_id)]
-    return shlex.join(words)
+        line += ["--node-id", str(node_id)]
+    return shlex.join(line)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAddress:
-    """Where torch's store is: what a rank needs to open it."""
+    """What a rank needs to open torch's store."""
 
     memory: int | None = None  # on one node, its descriptor
     listener: int | None = None  # on rank 0 of several nodes, the descriptor of a socket that listens already
@@ -178,17 +177,17 @@ class StoreAddress:
     port: int = 0
 
     def described(self) -> dict[str, Any]:
-        """What rank 0 tells the other ranks."""
+        """What rank 0 sends to the other ranks."""
         if self.memory is not None:
             return {"memory": f"/proc/{os.getpid()}/fd/{self.memory}"}
         return {"address": self.address, "port": self.port}
 
 
-def rank_0_address(place: RankInfo) -> str:
-    """Where rank 0 listens: by number on its own node, where its name may lead to a loopback address."""
-    if place.node_id:
-        return place.master_addr
-    return listening_address(place.master_addr, all_on_this_host=place.all_on_this_host, peer=place.peer)
+def rank_0_address(info: RankInfo) -> str:
+    """Where rank 0 listens: on its own node as a number, as the name may lead to a loopback address."""
+    if info.node_id:
+        return info.master_addr
+    return listening_address(info.master_addr, all_on_this_host=info.all_on_this_host, peer=info.peer)
 
 
 def new_store_memory() -> int:
@@ -196,37 +195,37 @@ def new_store_memory() -> int:
     return os.memfd_create("stormo-store")
 
 
-def open_store_address(place: RankInfo, number: str) -> StoreAddress:
-    """Open a new one on rank 0, where a foreign launcher started the ranks; `number` is the address of rank 0."""
-    if place.all_on_this_host:
+def open_store_address(info: RankInfo, number: str) -> StoreAddress:
+    """Open the store on rank 0, where another launcher started the ranks; `number` is the address of rank 0."""
+    if info.all_on_this_host:
         return StoreAddress(memory=new_store_memory())
     listener = listen(number, 0, backlog=BACKLOG)
     port = int(listener.getsockname()[1])
     return StoreAddress(listener=listener.detach(), address=number, port=port)
 
 
-def received_store_address(place: RankInfo, described: Mapping[str, Any]) -> StoreAddress:
-    """What rank 0 said over the control channel, checked, as it is opened here."""
+def received_store_address(info: RankInfo, described: Mapping[str, Any]) -> StoreAddress:
+    """The store as rank 0 described it over the control channel, checked and opened."""
     memory, address, port = (described.get(name) for name in ("memory", "address", "port"))
-    if place.all_on_this_host and isinstance(memory, str) and _MEMORY.fullmatch(memory):
+    if info.all_on_this_host and isinstance(memory, str) and _MEMORY.fullmatch(memory):
         try:
             return StoreAddress(memory=os.open(memory, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
             raise StormoError(
-                f"rank {place.rank} cannot open the memory that rank 0 shares with the ranks of this node "
+                f"rank {info.rank} cannot open the memory that rank 0 shares with the ranks of this node "
                 f"({error.strerror}: {memory}); start all of them in the same container."
             ) from None
-    if not place.all_on_this_host and isinstance(address, str) and isinstance(port, int) and 0 < port <= _HIGHEST_PORT:
+    if not info.all_on_this_host and isinstance(address, str) and isinstance(port, int) and 0 < port <= _HIGHEST_PORT:
         return StoreAddress(address=address, port=port)
-    raise StormoError("Rank 0 did not say where the ranks meet; install the same release of stormo on every node.")
+    raise StormoError("Rank 0 sent no address of the store; install the same release of stormo on every node.")
 
 
-def inherited_store_address(place: RankInfo, environ: MutableMapping[str, str]) -> StoreAddress:
-    """What the agent of this node has left in the environment of a worker."""
+def inherited_store_address(info: RankInfo, environ: MutableMapping[str, str]) -> StoreAddress:
+    """The store that a worker inherits from the agent of its node."""
     given = environ.pop(STORE_FD, None)  # a program that this worker starts is no worker
     descriptor = None if given is None else int(given)
     if descriptor is not None:
         os.set_inheritable(descriptor, False)
-    if place.all_on_this_host and descriptor is not None:
+    if info.all_on_this_host and descriptor is not None:
         return StoreAddress(memory=descriptor)
-    return StoreAddress(listener=descriptor, address=rank_0_address(place), port=place.master_port)
+    return StoreAddress(listener=descriptor, address=rank_0_address(info), port=info.master_port)

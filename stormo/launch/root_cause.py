@@ -1,17 +1,19 @@
-"""Which of several failures is the root cause: a rank that dies makes its peers complain, often before it is seen.
+"""Which of several failures is the root cause. A rank that dies makes its peers complain, often before it is seen.
 
-Pure functions of what was seen and when; `failure_collector` collects it.
+`FailureCollector` collects the failures that one member of a job knows of, in an agent or in a rank without one.
 """
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from stormo.launch.failure import ORDERLY_EXIT_CODES, Failure
-from stormo.launch.peer_loss import PeerLoss
+from stormo.launch.control import Event, Gone, RankEnded, Reported
+from stormo.launch.failure import Failure
+from stormo.launch.torch_errors import PeerLoss
 
 _MAX_NAMED = 4
 _HINT = (
@@ -36,16 +38,7 @@ class FailureEvent:
     severity: Severity
     seen_at: float
     rank: int | None = None  # of a worker of this node
-    from_other: bool = False  # another node, or another rank's process, told of it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OrderlyExit:
-    """A rank that ended in order, perhaps while the others still needed it."""
-
-    rank: int
-    host: str
-    exit_code: int
+    from_other: bool = False  # reported by another node, or by another rank's process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +61,8 @@ class MissingRank:
 
 
 def severity_of(exit_code: int) -> Severity:
-    """The severity of an end without a report."""
+    """The severity of an exit without a report."""
     return Severity.DOUBTFUL if exit_code == -signal.SIGABRT else Severity.CAUSE
-
-
-def is_orderly(exit_code: int) -> bool:
-    """Whether an exit code means that the worker ended as it should."""
-    return exit_code in ORDERLY_EXIT_CODES
 
 
 def _likeliest(events: Sequence[FailureEvent]) -> FailureEvent:
@@ -82,10 +70,10 @@ def _likeliest(events: Sequence[FailureEvent]) -> FailureEvent:
 
 
 def decide_at(events: Sequence[FailureEvent], settle: SettleTimes, *, several_nodes: bool) -> float:
-    """The time from which on no better explanation is waited for."""
+    """When to stop waiting for a better explanation."""
     likeliest = _likeliest(events)
     if likeliest.severity is Severity.CAUSE:
-        # Another node has done its own waiting before it told.
+        # Another node has waited before it reported.
         return likeliest.seen_at + (0.0 if likeliest.from_other else settle.cause_s)
     wait_s = settle.secondary_s
     if likeliest.severity is Severity.SECONDARY and several_nodes:
@@ -93,8 +81,8 @@ def decide_at(events: Sequence[FailureEvent], settle: SettleTimes, *, several_no
     return min(event.seen_at for event in events) + wait_s
 
 
-def root_cause(events: Sequence[FailureEvent], exits: Sequence[OrderlyExit]) -> FailureEvent:
-    """The failure to name; where there are only complaints, a rank that ended early explains them."""
+def root_cause(events: Sequence[FailureEvent], exits: Sequence[RankEnded]) -> FailureEvent:
+    """The failure to name; complaints alone are explained by a rank that exited early."""
     likeliest = _likeliest(events)
     if likeliest.severity is not Severity.SECONDARY:
         return likeliest
@@ -115,25 +103,25 @@ def root_cause(events: Sequence[FailureEvent], exits: Sequence[OrderlyExit]) -> 
 
 
 def waiting_text(rank: int, loss: PeerLoss) -> str:
-    """What the worker of a script says that misses another one."""
+    """What a script's rank says that misses another one."""
     what = "failed, or has ended before it" if loss.waited_s is None else f"not come within {loss.waited_s:g} s"
     return f"rank {rank} is at: {loss.at}; another rank has {what}.{loss.remark}"
 
 
 def blocking_rank(complaints: Sequence[Failure], missing: Sequence[MissingRank], elsewhere: Sequence[int]) -> Failure:
-    """The failure to show where ranks waited in vain: it names the rank that blocked them, as far as that is known.
+    """The failure to show where ranks timed out in a collective: names the rank that blocked it, if known.
 
     Args:
-        complaints: of those that waited; one of them at least gave up after its time.
-        missing: ranks that have not complained and of which more is known.
-        elsewhere: ranks of other nodes that are known not to have complained.
+        complaints: of the ranks that waited; at least one timed out.
+        missing: ranks that run and have not complained.
+        elsewhere: ranks of other nodes that have not complained.
     """
     waits = [(one, one.loss) for one in sorted(complaints, key=lambda one: one.rank) if one.loss is not None]
     first, loss, waited_s = next((one, it, it.waited_s) for one, it in waits if it.waited_s is not None)
     states = [f"rank {one.rank} {one.state}" for one in missing[:_MAX_NAMED] if one.state]
     late = [one for one in missing if not one.has_joined]
     at = loss.at or ("stormo.World()" if late else "")
-    if not at:  # in something of a library's, and the traceback says in what
+    if not at:  # in a library: the traceback says where
         return replace(first, what="; ".join([f"waited {waited_s:g} s for another worker and gave up", *states, _HINT]))
     if not missing:
         return _all_wait(waits, waited_s, elsewhere)
@@ -149,17 +137,17 @@ def blocking_rank(complaints: Sequence[Failure], missing: Sequence[MissingRank],
 
 
 def _all_wait(waits: Sequence[tuple[Failure, PeerLoss]], waited_s: float, elsewhere: Sequence[int]) -> Failure:
-    """Where every rank that is known of waits: the place of the fewest comes first."""
-    places: dict[str, list[tuple[Failure, PeerLoss]]] = {}
+    """Every known rank waits: the line where the fewest do comes first."""
+    lines: dict[str, list[tuple[Failure, PeerLoss]]] = {}
     for one, loss in waits:
-        places.setdefault(loss.at or "something that was not announced", []).append((one, loss))
-    at, *others = sorted(places, key=lambda place: len(places[place]))
-    first, loss = places[at][0]
-    ways = [f"{_names([one.rank for one, _ in places[place]])} at: {place}" for place in others[:_MAX_NAMED]]
+        lines.setdefault(loss.at or "something that was not announced", []).append((one, loss))
+    at, *others = sorted(lines, key=lambda line: len(lines[line]))
+    first, loss = lines[at][0]
+    ways = [f"{_names([one.rank for one, _ in lines[line]])} at: {line}" for line in others[:_MAX_NAMED]]
     if elsewhere:
         parts = [*ways, f"{_names(elsewhere)} of another node did not come", _HINT]
     elif ways:
-        parts = [*ways, "they would wait for each other in vain, so let every worker take the same way"]
+        parts = [*ways, "they would wait for each other in vain, so let every worker make the same calls"]
     else:
         parts = ["another worker did not come", _HINT]
     return replace(first, what="; ".join([f"waited {waited_s:g} s at: {at}", *parts]) + _after(loss.remark))
@@ -173,3 +161,68 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _after(remark: str) -> str:
     return f".{remark}" if remark else ""
+
+
+class FailureCollector:
+    """The failures that one member of a job knows of."""
+
+    def __init__(self, settle: SettleTimes, *, noun: str, several_nodes: bool, is_first: bool) -> None:
+        """`noun`: what a member is, a node or a rank; `is_first`: this is member 0."""
+        # Member 0 decides a little before the others would, so that all name the same cause.
+        self._settle = replace(settle, other_nodes_s=0.8 * settle.other_nodes_s) if is_first else settle
+        self._noun = noun
+        self._several_nodes = several_nodes
+        self._events: list[FailureEvent] = []
+        self._exits: list[RankEnded] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def add(
+        self,
+        failure: Failure,
+        *,
+        rank: int | None = None,
+        severity: Severity = Severity.CAUSE,
+        from_other: bool = False,
+    ) -> None:
+        """Add a failure."""
+        severity = Severity.SECONDARY if failure.secondary else severity
+        self._events.append(
+            FailureEvent(failure=failure, severity=severity, seen_at=time.monotonic(), rank=rank, from_other=from_other)
+        )
+
+    def add_event(self, event: Event) -> None:
+        """Add what another member reports, or that it is gone."""
+        if isinstance(event, Reported):
+            self.add(event.failure, from_other=True)
+        elif isinstance(event, Gone):
+            self.add(Failure(kind="gone", who=f"{self._noun} {event.member}", host=event.host, what=event.why))
+        elif isinstance(event, RankEnded):
+            self._exits.append(event)
+
+    def root_cause(self) -> FailureEvent | None:
+        """What ends the job, with the rank that blocked the others if one did; None while a better cause may come."""
+        settled_at = decide_at(self._events, self._settle, several_nodes=self._several_nodes)
+        if not self._is_complete() and time.monotonic() < settled_at:
+            return None
+        event = root_cause(self._events, self._exits)
+        complaints = [one.failure for one in self._events if one.severity is Severity.SECONDARY]
+        timed_out = any(one.loss is not None and one.loss.waited_s is not None for one in complaints)
+        if event.severity is not Severity.SECONDARY or not timed_out:
+            return event
+        waiting = {one.rank for one in complaints}
+        causes = [one.as_cause() for one in complaints]
+        return replace(event, failure=blocking_rank(causes, self._missing(waiting), self._elsewhere(waiting)))
+
+    def _is_complete(self) -> bool:
+        """Whether no better explanation can come."""
+        return False
+
+    def _missing(self, waiting: set[int]) -> list[MissingRank]:
+        """Ranks that run and have not complained."""
+        return []
+
+    def _elsewhere(self, waiting: set[int]) -> list[int]:
+        """Ranks of other nodes that have not complained."""
+        return []

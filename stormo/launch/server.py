@@ -1,9 +1,8 @@
-"""Member 0's side of the control channel: lets the others in, relays failures, knows when all have ended."""
+"""The server of the control channel, in member 0: admits the others, relays failures, knows when all have left."""
 
 from __future__ import annotations
 
 import os
-import resource
 import selectors
 import socket
 import time
@@ -28,21 +27,23 @@ from stormo.launch.control import (
     RankEnded,
     Reported,
     configure,
+    exit_code_of,
     validate_member,
 )
 from stormo.launch.failure import Failure, combined_exit_code
 from stormo.launch.json_socket import JsonSocket
 from stormo.launch.rank_info import host_name
+from stormo.system.process import allow_open_files
 
-_HELLO_TIMEOUT_S = 10.0  # a connection that has not said who it is by then is dropped
-_MAX_UNAUTHENTICATED = 64  # beside one for each member that has not come
+_HELLO_TIMEOUT_S = 10.0  # for a connection to say hello
+_MAX_UNAUTHENTICATED = 64  # beside one for each member that has not joined
 _ACCEPTED_AT_ONCE = 16
 _SPARE_DESCRIPTORS = 512  # for everything else the process opens
-_LAST_WORDS_S = 1.0
+_SEND_TIMEOUT_S = 1.0
 
 
 class Server(Control):
-    """Serves the channel; owns the listening socket it is given."""
+    """Serves the channel; owns the listening socket."""
 
     def __init__(
         self,
@@ -56,22 +57,28 @@ class Server(Control):
         how_to_start: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         super().__init__(hello, secret=secret, timeouts=timeouts, noun=noun)
-        _make_room(hello.num_members)
+        needed = hello.num_members + _SPARE_DESCRIPTORS
+        limit = allow_open_files(needed)
+        if limit is not None:
+            raise StormoError(
+                f"{hello.num_members} members connect to host {host_name()}, but a process there may open only {limit} "
+                f"files; ask for a limit (ulimit -n) of at least {needed}."
+            )
         self._listener = listener
         self._listener.setblocking(False)
         self._payload = dict(payload or {})
         self._how_to_start = how_to_start
-        self._unauthenticated: dict[Peer, None] = {}  # in the order in which they came
-        self._unknown: str | None = None  # the address of one who does not know the secret
-        self._members: dict[int, Peer] = {}  # those that have come, also when they have gone again
+        self._unauthenticated: dict[Peer, None] = {}  # oldest first
+        self._refused_host: str | None = None  # the address of a peer without the secret
+        self._members: dict[int, Peer] = {}  # all that have joined, also after they have gone
         self._own_exit_code: int | None = None
         self._ended = False
         self._swept_at = 0.0
         self._selector.register(listener, selectors.EVENT_READ)
 
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Wait for events at most so long; those that happened."""
-        # Those who are there first: one that has just said who it is must not have to make way for another.
+        """Wait at most so long; the events that happened."""
+        # Known connections first: one that has just said hello must not be dropped for a new one.
         for key, _ in sorted(self._selector.select(timeout_s), key=lambda event: event[0].data is None):
             if key.data is None:
                 self._accept()
@@ -86,49 +93,48 @@ class Server(Control):
         return self._take_events()
 
     def running(self) -> list[Peer]:
-        """The members that have come and neither left nor vanished."""
+        """The members that have joined and neither left nor vanished."""
         return [peer for peer in self._members.values() if peer.left is None and not peer.socket.closed]
 
     def report(self, failure: Failure) -> None:
-        """Tell every other member what has failed; a complaint stays here, where the cause is decided."""
+        """Report a failure to every other member; a complaint stays here, where the cause is decided."""
         if not failure.secondary:
             self._relay({"type": "failure", **failure.to_message()})
 
     def leave(self, exit_code: int) -> None:
-        """Say that this member has ended in order; `Ended` follows when all have."""
+        """Report that this member exits cleanly; `Ended` follows when all have left."""
         self._own_exit_code = exit_code
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything said is on its way, at most so long."""
+        """Wait until everything is sent, at most so long."""
         deadline = time.monotonic() + timeout_s
         for peer in self._members.values():
             peer.socket.drain(max(0.0, deadline - time.monotonic()))
 
     def dismiss(self) -> None:
-        """End in order and no longer serve the others, who continue without the channel."""
+        """Stop serving; the others continue without the channel."""
         if not self._ended:
             self._relay({"type": "end", "exit_code": self._own_exit_code or 0})
 
     def abandon(self) -> None:
-        """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
-        # Unregistering would act on the parent's selector too.
+        """Close every descriptor in a forked child that shares them with its parent."""
         for peer in (*self._unauthenticated, *self._members.values()):
             peer.socket.close()
         self._listener.close()
         self._selector.close()
 
     def close(self) -> None:
-        """Let go of every connection and of the port."""
+        """Close every connection and the port."""
         self._listener.close()
         for peer in self._unauthenticated:
             peer.socket.close()
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _SEND_TIMEOUT_S
         for peer in self._members.values():
             peer.socket.finish(max(0.0, deadline - time.monotonic()))
         self._selector.close()
 
     def _sweep(self, now: float) -> None:
-        """Look at every connection: send heartbeats, notice silence, drop those who never authenticated."""
+        """Send heartbeats, notice silent members, drop connections that never authenticated."""
         for peer in list(self._unauthenticated):
             if now - peer.started_at > _HELLO_TIMEOUT_S:
                 self._drop(peer)
@@ -150,7 +156,7 @@ class Server(Control):
                 connected, (address, *_) = self._listener.accept()
             except OSError:  # there is none, or it has gone again meanwhile
                 return
-            self._make_way()
+            self._limit_unauthenticated()
             configure(connected, self._timeouts)
             peer = Peer(JsonSocket(connected, in_handshake=True), host=address)
             peer.nonce = new_nonce()
@@ -158,10 +164,10 @@ class Server(Control):
             self._unauthenticated[peer] = None
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
-    def _make_way(self) -> None:
-        """Where too many are unauthenticated, drop the oldest of the address that has most of them.
+    def _limit_unauthenticated(self) -> None:
+        """Where too many are unauthenticated, drop the oldest one of the address that has most of them.
 
-        A member says at once who it is, and comes again if it was dropped.
+        A member authenticates at once, and retries if it was dropped.
         """
         missing = self._hello.num_members - len(self._members)
         if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED + missing:
@@ -171,11 +177,11 @@ class Server(Control):
     def _read(self, peer: Peer) -> None:
         for message in peer.receive():
             kind = message.get("type")
-            if not peer.is_known:
+            if not peer.is_authenticated:
                 self._authenticate(peer, message)
             elif peer.member is None:
                 if peer.settled:
-                    continue  # was sent away and has yet to go
+                    continue  # refused, and still connected
                 if kind != "hello":
                     self._drop(peer)
                     return
@@ -187,27 +193,26 @@ class Server(Control):
                 if isinstance(rank, int) and isinstance(code, int):
                     self._events.append(RankEnded(rank=rank, host=peer.host, exit_code=code))
             elif kind == "bye":
-                code = message.get("exit_code")
-                peer.left = code if isinstance(code, int) else EXIT_FAILURE
+                peer.left = exit_code_of(message)
         if peer.socket.closed:
             self._notice_end(peer, time.monotonic())
 
     def _authenticate(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Let a peer prove that it knows the secret of the job, and prove it in turn."""
+        """Check that a peer knows the secret of the job, and prove it in turn."""
         theirs = nonce_in(message)
         if message.get("type") != "answer" or theirs is None:
             self._drop(peer)
             return
         handshake = Handshake(self._secret, peer.nonce, theirs)
         if not has_code(message, handshake.client_code()):
-            self._unknown = peer.host
-            peer.socket.send({"type": "stranger"})
+            self._refused_host = peer.host
+            peer.socket.send({"type": "unauthenticated"})
             self._drop(peer)
             return
         peer.socket.send({"type": "proof", "code": handshake.server_code()})
         incoming, outgoing = handshake.seals()
         peer.socket.seal(outgoing, incoming)
-        peer.is_known = True
+        peer.is_authenticated = True
 
     def _take_failure(self, peer: Peer, message: Mapping[str, Any]) -> None:
         failure = Failure.from_message(message)
@@ -215,12 +220,12 @@ class Server(Control):
             return
         self._events.append(Reported(failure=failure))
         if not failure.secondary:
-            # A survivor's complaint goes no further: its owner waits for the cause here, and then tells all.
+            # A complaint goes no further: this member waits for the cause and then reports it to all.
             peer.settled = True
             self._relay({"type": "failure", **failure.to_message()}, but=peer)
 
     def _admit(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Take a member in. One that does not fit ends the joining of all; once the job runs, only it is sent away."""
+        """Admit a member. One that does not fit ends the join of all; once the job runs, only it is refused."""
         taken = {self._hello.member: self._hello.host} | {id_: other.host for id_, other in self._members.items()}
         refusal = validate_member(self._hello, message, taken, self._noun)
         if refusal is None:
@@ -229,16 +234,16 @@ class Server(Control):
             peer.member = int(message["member"])
             self._members[peer.member] = peer
             own = self._hello
-            peer.socket.send({"type": "welcome", "host": own.host, "pid": own.pid, "process_space": own.process_space})
+            peer.socket.send({"type": "welcome", "host": own.host, "pid": own.pid, "pid_namespace": own.pid_namespace})
             return
-        words = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
-        peer.socket.send(words)
+        message = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
+        peer.socket.send(message)
         if self.started:
-            peer.settled = True  # it closes the connection itself, or is dropped like one that never spoke
+            peer.settled = True  # it closes the connection, or is dropped after the hello timeout
             return
-        peer.socket.finish(_LAST_WORDS_S)
-        self._relay(words)
-        self.drain(_LAST_WORDS_S)
+        peer.socket.finish(_SEND_TIMEOUT_S)
+        self._relay(message)
+        self.drain(_SEND_TIMEOUT_S)
         raise refusal
 
     def _start(self, now: float) -> None:
@@ -262,9 +267,9 @@ class Server(Control):
         which = f"{self._noun} {names} has" if len(missing) == 1 else f"{self._noun}s {names} have"
         note = " (which only this machine can reach)" if is_loopback(address) else ""
         start = f"; {self._how_to_start(missing)}" if self._how_to_start else ""
-        unknown = f"; somebody at {self._unknown} came without the job's secret: " if self._unknown else ""
+        unknown = f"; {self._refused_host} connected without the secret of the job: " if self._refused_host else ""
         return (
-            f"the job has {self._hello.num_members} {self._noun}s, but {which} not come to "
+            f"the job has {self._hello.num_members} {self._noun}s, but {which} not joined at "
             f"{shown(address, port)}{note} within {self._timeouts.join_s:g} s"
             f"{unknown}{remedy(os.environ) if unknown else ''}{start}"
         )
@@ -272,7 +277,7 @@ class Server(Control):
     def _give_up(self, sentence: str) -> JoinError:
         error = JoinError(sentence)
         self._relay({"type": "refuse", "sentence": str(error), "exit_code": EXIT_FAILURE})
-        self.drain(_LAST_WORDS_S)
+        self.drain(_SEND_TIMEOUT_S)
         return error
 
     def _finish(self) -> None:
@@ -293,20 +298,4 @@ class Server(Control):
 
     def _drop(self, peer: Peer) -> None:
         self._unauthenticated.pop(peer, None)
-        if peer.socket.fileno() >= 0:
-            self._selector.unregister(peer.socket)
-            peer.socket.close()
-
-
-def _make_room(num_members: int) -> None:
-    """Allow this process the descriptors that so many connections need."""
-    needed = num_members + _SPARE_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise StormoError(
-            f"{num_members} members connect to host {host_name()}, but a process there may open only {hard} files; "
-            f"ask for a limit (ulimit -n) of at least {needed}."
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        self._disconnect(peer)

@@ -1,14 +1,15 @@
-"""The same command on several hosts over ssh: started, shown, stopped and ended as one.
+"""Runs the same command on several hosts over ssh, as one job.
 
-Every host's command hangs on its connection (`remote`), and the connection on this process: nothing outlives it. Which
-ssh, and what else it is to be told, may be said by STORMO_SSH.
+Each command ends with its connection, and each connection with this process. STORMO_SSH names another ssh, with
+options. On a host, ssh runs this module: the first line of its input is the command, which it becomes; every further
+line is a signal for it; at the end of the input the connection is gone, and the command gets SIGTERM.
 """
 
 from __future__ import annotations
 
 import contextlib
-import resource
-import select
+import json
+import os
 import selectors
 import shlex
 import shutil
@@ -20,23 +21,22 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, SettingError, StormoError
-from stormo.launch import remote
-from stormo.launch.failure import ORDERLY_EXIT_CODES, combined_exit_code
-from stormo.launch.output import STDERR, STDOUT, Stream, write_all
-from stormo.launch.signals import SignalQueue
+from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError, StormoError
+from stormo.launch.failure import CLEAN_EXIT_CODES, combined_exit_code, stop_exit_code, stopped_early
+from stormo.launch.output import PREFIX, STDERR, STDOUT, Stream, read_rest, say, write_all
+from stormo.system.process import allow_open_files, die_with_parent
+from stormo.system.signals import SignalQueue
 
 PROGRAM = "STORMO_SSH"
-_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_NAMES = {signal.SIGINT: b"INT", signal.SIGTERM: b"TERM", signal.SIGUSR1: b"USR1", signal.SIGHUP: b"TERM"}
+_STARTED = b"stormo: started here"
 _CONNECTION_FAILED = 255  # ssh's own exit code
 _OTHERS_END_WITHIN_S = 15.0  # after one host has failed, of which their agents know in less
-_READ_REST_S, _NEXT_PIECE_MS = 1.0, 50
 _CLOSE_WITHIN_S = 5.0
-_LET_GO_WITHIN_S = 40.0  # of the end of the connections' input
-# What comes first on the command line wins in ssh, so that the user's own options do. Nobody could answer a question.
+_KILL_AFTER_S = 40.0  # the end of the connections' input
+# The first value of an option wins in ssh, so that the user's do. Nobody could answer a question (BatchMode).
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=3")
 _NUM_KEPT_LINES = 20
+_ENDS_WITHIN_S = 120.0  # an agent ends its workers long before; this is for what does not listen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +51,12 @@ class HostCommand:
     def by_hand(self) -> str:
         """The command line to type on that host."""
         variables = [f"{name}={value}" for name, value in self.environ.items()]
-        words = ["env", *variables, *self.command] if variables else self.command
-        return f"cd {shlex.quote(self.folder)} && {shlex.join(words)}"
+        command = ["env", *variables, *self.command] if variables else self.command
+        return f"cd {shlex.quote(self.folder)} && {shlex.join(command)}"
 
     def over_ssh(self, program: Sequence[str]) -> list[str]:
-        """The command that starts it from here; the order follows through its input, where nobody sees it."""
-        python = [self.command[0], "-P", "-m", remote.__name__]
+        """The ssh command; what to run follows through its input, which other users cannot see."""
+        python = [self.command[0], "-P", "-m", "stormo.launch.ssh"]
         if self.environ.get("PYTHONPATH"):
             python = ["env", f"PYTHONPATH={self.environ['PYTHONPATH']}", *python]
         options = [word for option in _OPTIONS for word in ("-o", option)]
@@ -80,7 +80,7 @@ class Connection:
             bufsize=0,
             process_group=0,  # Ctrl-C reaches this process only, which passes it on
         )
-        self.send(remote.order(order.command, order.environ))
+        self.send(json.dumps({"command": order.command, "environ": dict(order.environ)}).encode() + b"\n")
 
     def send(self, data: bytes) -> None:
         """Write to the command's watcher; one that is gone needs nothing."""
@@ -88,14 +88,14 @@ class Connection:
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(data)
 
-    def let_go(self) -> None:
-        """End the input, which ends the command."""
+    def close_input(self) -> None:
+        """Close the input, which ends the command."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
     def end(self, within_s: float) -> None:
-        """Wait for the process here to end, then end it, and let go of its outputs."""
+        """Wait for the process here to exit, then kill it, and close its outputs."""
         try:
             self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -107,11 +107,11 @@ class Connection:
 
     @property
     def running(self) -> bool:
-        """Whether the connection stood when last looked at."""
+        """Whether the connection was open at the last poll."""
         return self.exit_code is None
 
-    def last_words(self) -> str:
-        """What ssh or the shell over there said last."""
+    def last_line(self) -> str:
+        """What ssh or the remote shell wrote last."""
         lines = [line.strip() for line in self.last_lines if line.strip()]
         return lines[-1].decode("utf-8", "replace") if lines else f"exit code {self.exit_code}"
 
@@ -136,7 +136,7 @@ class HostStream(Stream):
             self.connection.last_lines.append(line)
         if self._started:
             return True
-        if line.strip() == remote.STARTED.encode():
+        if line.strip() == _STARTED:
             self._started = self.connection.started = True
             self.connection.last_lines.clear()
         return False
@@ -155,24 +155,24 @@ def run_on_hosts(commands: Sequence[HostCommand], environ: Mapping[str, str]) ->
             f"there is no {program[0]} here",
             f"install it, or name another one by {PROGRAM}",
         )
-    _allow_many_pipes()
+    needed = 3 * len(commands) + 64  # a pipe for each stream of a host
+    limit = allow_open_files(needed)
+    if limit is not None:
+        raise SettingError(
+            f"{len(commands)} hosts were given",
+            f"a process here may open only {limit} files",
+            f"ask for a limit (ulimit -n) of at least {needed}",
+        )
     sys.stdout.flush()
-    with SignalQueue(_SIGNALS) as signals, contextlib.ExitStack() as stack:
+    with SignalQueue() as signals, contextlib.ExitStack() as stack:
         job = _Job(program, signals)
         stack.callback(job.close)
         job.start(commands)
         return job.watch()
 
 
-def _allow_many_pipes() -> None:
-    """Allow three pipes for each host; a thousand hosts need more than most shells allow at first."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 class _Job:
-    """All hosts."""
+    """The command on all hosts."""
 
     def __init__(self, program: Sequence[str], signals: SignalQueue) -> None:
         self._signals = signals
@@ -181,10 +181,10 @@ class _Job:
         self._selector.register(signals, selectors.EVENT_READ)
         self._connections: list[Connection] = []
         self._pipes: list[HostStream] = []
-        self._sentences: dict[bytes, Connection] = {}  # of stormo's own, and who said each first
+        self._sentences: dict[bytes, Connection] = {}  # the launcher's messages, and which host wrote each first
         self._interrupts = 0
-        self._asked: signal.Signals | None = None  # the last signal that was passed on
-        self._let_go_at: float | None = None
+        self._forwarded: int | None = None  # the last signal that was forwarded
+        self._close_input_at: float | None = None
         self._kill_at: float | None = None
         self._cause_shown = False
 
@@ -203,23 +203,23 @@ class _Job:
                 self._selector.register(self._pipes[-1], selectors.EVENT_READ)
 
     def watch(self) -> int:
-        """Pass on lines and signals until every connection has ended."""
+        """Forward lines and signals until every connection has ended."""
         while any(connection.running for connection in self._connections):
             for key, _ in self._selector.select(0.2):
                 if key.fileobj is self._signals:
                     self._take_signals()
                 elif isinstance(key.fileobj, HostStream):
-                    self._show(key.fileobj, key.fileobj.read())
+                    self._read(key.fileobj)
             for connection in self._connections:
-                self._look(connection)
-            self._keep_time()
+                self._poll(connection)
+            self._check_deadlines()
         self._explain_silence()
         return self._exit_code()
 
     def close(self) -> None:
-        """Let go of everything; what still runs over there ends by itself when its input does."""
+        """Close everything; what still runs on a host ends with its input."""
         for connection in self._connections:
-            connection.let_go()
+            connection.close_input()
             if connection.process.poll() is None:
                 connection.process.terminate()
         deadline = time.monotonic() + _CLOSE_WITHIN_S
@@ -231,61 +231,59 @@ class _Job:
 
     def _take_signals(self) -> None:
         for number in self._signals.read():
-            if number not in _NAMES:
-                continue
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1 and self._kill_at is None:
                 self._kill_at = time.monotonic() + _OTHERS_END_WITHIN_S
-            self._asked = signal.Signals(number)
+            self._forwarded = number
             for connection in self._connections:
-                connection.send(_NAMES[self._asked] + b"\n")
+                connection.send(signal.Signals(number).name.encode() + b"\n")
+
+    def _read(self, pipe: HostStream) -> None:
+        self._show(pipe, pipe.read())
 
     def _show(self, pipe: HostStream, blocks: list[bytes]) -> None:
         for bare, line in pipe.of_command(blocks):
-            if pipe.target_fd == STDERR and (self._cause_shown or self._was_said(bare, pipe.connection)):
+            if pipe.target_fd == STDERR and (self._cause_shown or self._is_repeated(bare, pipe.connection)):
                 continue
             # A line that names its rank needs no host.
-            names_itself = bare.startswith((b"[rank ", b"stormo: rank "))
+            names_itself = bare.startswith((b"[rank ", f"{PREFIX}rank ".encode()))
             write_all(pipe.target_fd, bare if names_itself else line)
         if pipe.closed:
             self._selector.unregister(pipe)
 
-    def _was_said(self, line: bytes, by: Connection) -> bool:
-        """Whether another host has said the same sentence, as all do when the whole job ends."""
-        return line.startswith(b"stormo: ") and self._sentences.setdefault(line, by) is not by
+    def _is_repeated(self, line: bytes, by: Connection) -> bool:
+        """Whether another host has written the same message, as all do when the job ends."""
+        return line.startswith(PREFIX.encode()) and self._sentences.setdefault(line, by) is not by
 
-    def _look(self, connection: Connection) -> None:
+    def _poll(self, connection: Connection) -> None:
         if not connection.running or connection.process.poll() is None:
             return
         connection.exit_code = connection.process.returncode
-        self._read_rest(connection)
-        if (
-            self._asked
-            and connection.started
-            and connection.exit_code == _CONNECTION_FAILED
-            and not connection.last_lines
-        ):
+        pipes = [pipe for pipe in self._pipes if pipe.connection is connection]
+        read_rest(pipes, self._read)
+        for pipe in pipes:
+            if not pipe.closed:  # something else, as a shared connection, may keep it open
+                self._show(pipe, pipe.finish())
+        is_silent = connection.exit_code == _CONNECTION_FAILED and not connection.last_lines
+        if self._forwarded is not None and connection.started and is_silent:
             if not self._sentences:
-                why = "which reached it before it was ready to stop in order"
-                self._say(f"host {connection.host} was ended by {self._asked.name}, {why}")
-            connection.exit_code = EXIT_INTERRUPTED if self._asked == signal.SIGINT else EXIT_RESUMABLE
-        if connection.started and connection.exit_code == 0:
-            return
+                say(f"host {connection.host} {stopped_early(self._forwarded)}")
+            connection.exit_code = stop_exit_code(self._forwarded)
         if not connection.started and not self._cause_shown:
             try_it = f"; see whether this works: {shlex.join([*self._program, connection.host, 'true'])}"
             hint = try_it if connection.exit_code == _CONNECTION_FAILED else ""
-            self._say(f"host {connection.host} did not start its workers: {connection.last_words()}{hint}")
+            say(f"host {connection.host} did not start its workers: {connection.last_line()}{hint}")
             self._cause_shown = True  # nothing has begun: what the others say now is a consequence
-            self._let_go_at = time.monotonic()
-        elif self._let_go_at is None and connection.exit_code not in ORDERLY_EXIT_CODES:
-            self._let_go_at = time.monotonic() + _OTHERS_END_WITHIN_S
+            self._close_input_at = time.monotonic()
+        elif self._close_input_at is None and connection.exit_code not in CLEAN_EXIT_CODES:
+            self._close_input_at = time.monotonic() + _OTHERS_END_WITHIN_S
 
-    def _keep_time(self) -> None:
+    def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if self._let_go_at is not None and now >= self._let_go_at:
+        if self._close_input_at is not None and now >= self._close_input_at:
             for connection in self._connections:
-                connection.let_go()
-            self._let_go_at, self._kill_at = float("inf"), self._kill_at or now + _LET_GO_WITHIN_S
+                connection.close_input()
+            self._close_input_at, self._kill_at = float("inf"), self._kill_at or now + _KILL_AFTER_S
         if self._kill_at is not None and now >= self._kill_at:
             for connection in self._connections:
                 if connection.running:
@@ -293,35 +291,76 @@ class _Job:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def _read_rest(self, connection: Connection) -> None:
-        """Read what an ended connection has left in its pipes."""
-        for pipe in self._pipes:
-            if pipe.connection is connection:
-                deadline = time.monotonic() + _READ_REST_S  # something else, as a shared connection, may keep it open
-                poll = select.poll()  # select itself knows no descriptor above 1023
-                poll.register(pipe, select.POLLIN)
-                while not pipe.closed and time.monotonic() < deadline and poll.poll(_NEXT_PIECE_MS):
-                    self._show(pipe, pipe.read())
-                if not pipe.closed:
-                    self._show(pipe, pipe.finish())
-
     def _explain_silence(self) -> None:
-        """Say what is known where a host ended without a sentence of stormo's."""
+        """Say what is known of a host that ended without a message."""
         if self._cause_shown or self._sentences:
             return
         for connection in self._connections:
             if connection.started and connection.exit_code == _CONNECTION_FAILED:
-                why = f" ({connection.last_words()})" if connection.last_lines else ""
-                self._say(f"host {connection.host}: the connection was lost, or the command there was killed{why}")
+                why = f" ({connection.last_line()})" if connection.last_lines else ""
+                say(f"host {connection.host}: the connection was lost, or the command there was killed{why}")
                 return
-
-    def _say(self, sentence: str) -> None:
-        write_all(STDERR, f"stormo: {sentence}\n".encode())
 
     def _exit_code(self) -> int:
         if self._cause_shown:
             return EXIT_FAILURE
         codes = [connection.exit_code or 0 for connection in self._connections]
-        if set(codes) <= set(ORDERLY_EXIT_CODES):
+        if set(codes) <= set(CLEAN_EXIT_CODES):
             return combined_exit_code(codes)
         return EXIT_USAGE if EXIT_USAGE in codes else EXIT_FAILURE
+
+
+# --- on a host --------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Read what to run, fork a watcher of the connection, and become the command."""
+    received = json.loads(_read_line(0))
+    os.environ.update(received["environ"])
+    for descriptor in (STDOUT, STDERR):  # the lines before it are of the login
+        os.write(descriptor, _STARTED + b"\n")
+    command = os.getpid()  # this very process, as ssh returns its exit code
+    if os.fork() == 0:
+        os.setsid()  # signals to the process group of the command are not for the watcher
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (STDOUT, STDERR):  # or ssh would wait for the watcher to close them
+            os.dup2(nowhere, descriptor)
+        _watch(command)
+        os._exit(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.execv(received["command"][0], received["command"])
+
+
+def _read_line(descriptor: int) -> bytes:
+    """One line and not a byte more, as the rest is for the watcher."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            sys.exit("stormo: the connection ended before the command came")
+        line += byte
+    return bytes(line)
+
+
+def _watch(command: int) -> None:
+    """Forward signals, and end the command when the input ends; this process ends with the command."""
+    die_with_parent()
+    if os.getppid() != command:  # gone before that
+        return
+    rest = b""
+    while chunk := os.read(0, 4096):
+        *names, rest = (rest + chunk).split(b"\n")
+        for name in names:
+            _send_signal(command, signal.Signals[name.decode()])
+    _send_signal(command, signal.SIGTERM)
+    time.sleep(_ENDS_WITHIN_S)
+    _send_signal(command, signal.SIGKILL)
+
+
+def _send_signal(command: int, number: int) -> None:
+    if os.getppid() == command:  # else it has ended, and its number may be another's
+        os.kill(command, number)
+
+
+if __name__ == "__main__":
+    main()

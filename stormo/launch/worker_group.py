@@ -1,4 +1,4 @@
-"""The worker processes of one node: starts, hears and watches them, and ends them with all they have started."""
+"""The worker processes of one node: starts and watches them, and ends them with all that they have started."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from stormo.launch.control import ChannelTimeouts
 from stormo.launch.environments import local
 from stormo.launch.failure import Failure, printable
 from stormo.launch.json_socket import JsonSocket
-from stormo.launch.output import STDERR, STDOUT, LogMultiplexer, Stream
+from stormo.launch.output import STDERR, STDOUT, LogMultiplexer, Stream, read_rest
 from stormo.launch.rendezvous import Rendezvous
 from stormo.launch.root_cause import SettleTimes
+from stormo.system.hardware import num_cores
 from stormo.system.process import process_stat, process_state
 
 _REAP_S = 5.0  # for the kernel to end what was killed
-_READ_REST_S = 0.3  # for the pipes of killed workers to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentTimeouts:
     """How long the agent waits for what."""
 
-    silent_warning_s: float = 15.0  # without a sign of life from a worker, until a warning
+    silent_warning_s: float = 15.0  # without a heartbeat from a worker, until a warning
     stop_s: float = 30.0  # for workers to end after SIGTERM
     interrupted_s: float | None = None  # for workers to end after Ctrl-C; None for those that first save their work
     hold_s: float = 0.2  # lines on stderr, so that the cause of a failure comes before its consequences
     leftover_s: float = 1.0  # for pipes to end after their worker has
-    # For a worker to speak, or the timeout if that is longer: importing torch from a busy file system is no failure.
-    # None for a script, which does other things before.
+    # For the first heartbeat, or the timeout if that is longer: importing torch from a busy file system is no failure.
+    # None for a script, which may do other things first.
     first_sign_s: float | None = 60.0
     settle: SettleTimes = field(default_factory=SettleTimes)
     channel: ChannelTimeouts = field(default_factory=ChannelTimeouts)
 
     @property
-    def is_of_script(self) -> bool:
-        """Whether the workers run a user's own script."""
+    def runs_script(self) -> bool:
+        """Whether the workers run a user's script."""
         return self.first_sign_s is None
 
 
@@ -63,11 +63,11 @@ class Worker:
         self.rank = rank
         self.channel = JsonSocket(channel)
         self.started_at = time.monotonic()
-        self.heard_at: float | None = None  # its reporter's last message; None before the first
-        self.silent_since: float | None = None  # set once a warning about its silence was printed
-        self.step: int | None = None  # of which it has told last
-        self.line = ""  # of its script, in which its main thread was last, where it is a script
-        self.said_bye = False
+        self.heard_at: float | None = None  # when the last message came
+        self.silent_since: float | None = None  # set once a warning was printed
+        self.step: int | None = None  # the last one it reported
+        self.line = ""  # where in its script the main thread was last
+        self.has_left = False
         self.channel_closed_at: float | None = None
         self.failure: Failure | None = None  # what it reported
         self.exit_code: int | None = None  # negative: the signal that ended it
@@ -80,8 +80,8 @@ class Worker:
             bufsize=0,
             env=dict(environ),
             pass_fds=pass_fds,
-            # Ctrl-C reaches the agent only, the whole group can be ended at once, and on a busy machine the scheduler,
-            # which shares it out among sessions, does not starve the workers.
+            # Ctrl-C reaches the agent only, the whole group can be killed at once, and a busy machine shares its time
+            # among sessions.
             start_new_session=True,
         )
         prefix = b"" if rank == 0 else b"[rank %d] " % rank
@@ -98,11 +98,11 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether the process had not ended when last looked at."""
+        """Whether the process had not exited at the last poll."""
         return self.exit_code is None
 
-    def look(self) -> bool:
-        """Whether the process has just ended; leaves it unreaped, so that its pid stays its own."""
+    def poll(self) -> bool:
+        """Whether the process has just exited; leaves it unreaped, so that its pid is not reused."""
         if not self.running:
             return False
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -113,21 +113,21 @@ class Worker:
         return True
 
     def send_signal(self, number: int) -> None:
-        """Pass a signal on to the worker itself, not to the helpers it has started."""
+        """Send a signal to the worker itself, not to the helpers it has started."""
         if self.running:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the worker itself, now; helpers that notice it end by themselves and tidy shared memory up."""
+        """Kill the worker itself; helpers that notice it exit and remove shared memory."""
         self.send_signal(signal.SIGKILL)
 
     def kill_group(self) -> None:
-        """End everything that the worker has started and that still runs."""
+        """Kill what the worker has started and what still runs."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def has_helpers(self) -> bool:
-        """Whether something the worker has started still runs; ask before it is reaped, while its pid is its own."""
+        """Whether something the worker has started still runs; valid until the worker is reaped."""
         stats = (process_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
         return any(fields[2:3] == [str(self.pid)] and fields[0] != "Z" for fields in stats)
 
@@ -140,48 +140,15 @@ class Worker:
         return True
 
     def close(self) -> None:
-        """Let go of the pipes and the channel."""
+        """Close the pipes and the channel."""
         self.channel.close()
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
 
     def state(self) -> str:
-        """What the process is doing, in words."""
+        """What the process is doing, for a message."""
         return process_state(self.pid)
-
-
-def start_worker(
-    node: local.Node,
-    local_rank: int,
-    command: Sequence[str],
-    *,
-    environ: Mapping[str, str],
-    rendezvous: Rendezvous,
-) -> Worker:
-    """Start one worker and tell it who it is; rank 0, or every rank of one node, gets the store."""
-    rank = node.rank(local_rank)
-    gets_store = rendezvous.store is not None and (rank == 0 or node.num_nodes == 1)
-    store_fd = rendezvous.store.fileno() if rendezvous.store is not None and gets_store else None
-    own, theirs = socket.socketpair()
-    with theirs:
-        variables = local.environment(
-            node,
-            local_rank,
-            environ=environ,
-            store_addr=rendezvous.store_addr,
-            store_port=rendezvous.store_port,
-            script_port=rendezvous.script_port,
-            channel_fd=theirs.fileno(),
-            store_fd=store_fd,
-            num_cores=len(os.sched_getaffinity(0)),
-        )
-        pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
-        try:
-            return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
-        except OSError:
-            own.close()
-            raise
 
 
 class WorkerGroup:
@@ -205,12 +172,9 @@ class WorkerGroup:
         rendezvous: Rendezvous,
         between: Callable[[], None],
     ) -> None:
-        """Start every worker of the node; `between` is called after each, as a slow file system takes its time."""
+        """Start every worker of the node; call `between` after each, as that may take long."""
         for local_rank in range(node.num_workers):
-            try:
-                worker = start_worker(node, local_rank, command, environ=environ, rendezvous=rendezvous)
-            except OSError as error:
-                raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
+            worker = _start_worker(node, local_rank, command, environ, rendezvous)
             self._workers.append(worker)
             self._selector.register(worker.channel, selectors.EVENT_READ, worker)
             for stream in worker.streams:
@@ -223,24 +187,24 @@ class WorkerGroup:
         return any(worker.running for worker in self._workers)
 
     @property
-    def may_have_more_to_say(self) -> bool:
-        """Whether all workers have ended a moment ago, and a pipe of theirs has not."""
+    def may_write_more(self) -> bool:
+        """Whether all workers exited a moment ago and a pipe of theirs is still open."""
         if all(stream.closed for stream in self._streams()):
             return False
         return time.monotonic() - max(worker.ended_at for worker in self._workers) < self._timeouts.leftover_s
 
     @property
     def is_vanishing(self) -> bool:
-        """Whether a worker has closed its channel without a word, so that its end is about to be seen."""
+        """Whether a worker has closed its channel without a message: it is about to exit."""
         now, within_s = time.monotonic(), self._timeouts.settle.secondary_s
         return any(
-            worker.running and not worker.said_bye and now - worker.channel_closed_at < within_s
+            worker.running and not worker.has_left and now - worker.channel_closed_at < within_s
             for worker in self._workers
             if worker.channel_closed_at is not None
         )
 
-    def take_messages(self, worker: Worker) -> Failure | None:
-        """Take a worker's messages; the failure that it reports, once."""
+    def receive(self, worker: Worker) -> Failure | None:
+        """Read a worker's messages; the failure that it reports, once."""
         now, reported = time.monotonic(), None
         for message in worker.channel.receive():
             if worker.silent_since is not None:
@@ -251,7 +215,7 @@ class WorkerGroup:
             worker.step = step if isinstance(step := message.get("step"), int) else worker.step
             worker.line = printable(line, 200) if isinstance(line := message.get("line"), str) else worker.line
             if message.get("event") == "bye":
-                worker.said_bye = True
+                worker.has_left = True
             elif message.get("event") == "failure" and worker.failure is None:
                 worker.failure = reported = Failure.from_message(message)
         if worker.channel.closed:
@@ -260,7 +224,7 @@ class WorkerGroup:
             worker.channel_closed_at = now
         return reported
 
-    def take_output(self, stream: Stream) -> None:
+    def read_output(self, stream: Stream) -> None:
         """Read the lines that a worker has written."""
         if not stream.closed:
             self._log.take(stream, stream.read())
@@ -268,15 +232,15 @@ class WorkerGroup:
                 self._selector.unregister(stream)
 
     def send_signal(self, number: int) -> None:
-        """Pass a signal on to every worker."""
+        """Send a signal to every worker."""
         for worker in self._workers:
             worker.send_signal(number)
 
     def kill(self) -> None:
-        """End every worker, and read what they have left in their pipes."""
+        """Kill every worker, and read what they left in their pipes."""
         for worker in self._workers:
             worker.kill()
-        self._read_rest()
+        read_rest(self._streams(), self.read_output)
 
     def close(self) -> None:
         """Leave no process behind, whatever happened, and no line unshown."""
@@ -291,20 +255,40 @@ class WorkerGroup:
         for worker in self._workers:
             if not worker.reap(max(0.1, deadline - time.monotonic())):
                 self._log.say(f"rank {worker.rank} (pid {worker.pid}) could not be ended: {worker.state()}")
-        self._read_rest()
+        read_rest(self._streams(), self.read_output)
         for stream in self._streams():
             self._log.take(stream, stream.finish())
         self._log.show_held_lines(at_once=True)
         for worker in self._workers:
             worker.close()
 
-    def _read_rest(self) -> None:
-        """Read what ended workers have left in their pipes; a helper that got away may keep one open."""
-        deadline = time.monotonic() + _READ_REST_S
-        while time.monotonic() < deadline and any(not stream.closed for stream in self._streams()):
-            for key, _ in self._selector.select(0.02):
-                if isinstance(key.data, Stream):
-                    self.take_output(key.data)
-
     def _streams(self) -> list[Stream]:
         return [stream for worker in self._workers for stream in worker.streams]
+
+
+def _start_worker(
+    node: local.Node, local_rank: int, command: Sequence[str], environ: Mapping[str, str], rendezvous: Rendezvous
+) -> Worker:
+    """Start one worker; rank 0, or every rank of a single node, inherits the store."""
+    rank = node.rank(local_rank)
+    inherits_store = rendezvous.store is not None and (rank == 0 or node.num_nodes == 1)
+    store_fd = rendezvous.store.fileno() if rendezvous.store is not None and inherits_store else None
+    own, theirs = socket.socketpair()
+    with theirs:
+        variables = local.environment(
+            node,
+            local_rank,
+            environ=environ,
+            store_addr=rendezvous.store_addr,
+            store_port=rendezvous.store_port,
+            script_port=rendezvous.script_port,
+            channel_fd=theirs.fileno(),
+            store_fd=store_fd,
+            num_cores=num_cores(),
+        )
+        pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
+        try:
+            return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
+        except OSError as error:
+            own.close()
+            raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-untyped, import-not-found, attr-defined, unused-ignore"
 """Compiles the fused kernels that a model will need before its first step, all at once.
 
-The layers run on small tensors with their kernel calls noted instead of launched, so what is compiled is what a step
-looks up: there is no second description of the arguments. Nothing is launched and no random state moves.
+The layers run on small tensors with their kernel calls recorded instead of launched, so what is compiled is what a step
+looks up. Nothing is launched and no random state changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stormo.layers.kernel_calls import KernelCall, noting
+from stormo.layers.kernel_calls import KernelCall, recorded_calls
 from stormo.layers.max_pool import MaxPool2x2
 from stormo.layers.norm_act import FUSED_DTYPES, NormAct, fused_obstacle
 
@@ -29,7 +29,7 @@ _MAX_THREADS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledAhead:
-    """What was compiled, and why not more."""
+    """The number of compiled kernels, and why not more."""
 
     num_kernels: int
     time_s: float
@@ -37,7 +37,7 @@ class CompiledAhead:
 
 
 def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device, training: bool = True) -> CompiledAhead:
-    """Compiles and loads every kernel for the model's `NormAct` and `MaxPool2x2` layers, side by side in threads.
+    """Compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
 
     `dtype` is that of the activations (autocast's, say). `training` includes the backward and the evaluation passes.
     """
@@ -73,14 +73,14 @@ def needed_calls(model: nn.Module, dtype: torch.dtype, training: bool = True) ->
             num_channels.add(layer.num_channels)
             key = (layer.num_channels, layer.dropout > 0.0, layer.reduce is None, *offsets, *numbers)
             norms.setdefault(key, layer)
-    # Noted on the CPU, masks draw from its generator, whose state a run with this call shares with one without it.
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), noting() as calls:
+    # Recording draws masks from the CPU's generator, whose state must not change.
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorded_calls() as calls:
         for layer in norms.values():
             for in_training in (True, False) if training else (False,):
-                _note_norm(layer, dtype, in_training, backward=training)
+                _record_norm(layer, dtype, in_training, backward=training)
         # A pool's own channels are not known to it: those of the norms around it are the best guess there is.
         for channels in sorted(num_channels) if has_pool else ():
-            _note_pool(channels, dtype, backward=training)
+            _record_pool(channels, dtype, backward=training)
     return calls
 
 
@@ -101,7 +101,7 @@ def _activations(num_channels: int, dtype: torch.dtype) -> Tensor:
     return x.requires_grad_()
 
 
-def _note_norm(layer: NormAct, dtype: torch.dtype, in_training: bool, backward: bool) -> None:
+def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool, backward: bool) -> None:
     from stormo.layers.fused_norm import norm_act
 
     weight, bias, running_mean, running_var, num_batches_tracked = map(_stand_in, _tensors(layer))
@@ -132,7 +132,7 @@ def _note_norm(layer: NormAct, dtype: torch.dtype, in_training: bool, backward: 
             y.sum().backward()  # as a loss does; an explicit gradient makes torch import sympy: a second
 
 
-def _note_pool(num_channels: int, dtype: torch.dtype, backward: bool) -> None:
+def _record_pool(num_channels: int, dtype: torch.dtype, backward: bool) -> None:
     from stormo.layers.fused_pool import max_pool
 
     y = max_pool(_activations(num_channels, dtype))
@@ -141,7 +141,7 @@ def _note_pool(num_channels: int, dtype: torch.dtype, backward: bool) -> None:
 
 
 def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> tuple[int, str | None]:
-    """Compiles what is not compiled yet and, given a CUDA device, loads it; the number of kernels and what failed."""
+    """Compile what is not compiled yet and load it on a CUDA device; return the number of kernels and what failed."""
     import triton
 
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -165,7 +165,7 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> t
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps the garbage collector from running while several threads parse kernels.
+    """Disable the garbage collector while several threads parse kernels.
 
     Python counts the depth of the tree it is parsing in one place for all threads, and a collection in mid-tree can
     let another thread in: both then end in "SystemError: AST constructor recursion depth mismatch".

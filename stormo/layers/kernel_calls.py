@@ -1,4 +1,4 @@
-"""How the fused layers call a Triton kernel: launched at little cost, or only noted for a compilation ahead of time.
+"""How the fused layers call a Triton kernel: launched at little cost, or recorded to be compiled ahead of time.
 
 This file does not import triton, so it can be read on machines without it.
 """
@@ -26,27 +26,26 @@ class KernelCall:
     settings: dict[str, Any]
 
 
-_NOTED: ContextVar[list[KernelCall] | None] = ContextVar("noted_kernel_calls", default=None)
-# What triton made of earlier calls: the compiled kernel, and the arguments known when it was compiled, in its order.
+_RECORDED: ContextVar[list[KernelCall] | None] = ContextVar("recorded_kernel_calls", default=None)
+# By call key: the compiled kernel, and its compile-time arguments in order.
 _READY: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 _IS_HIP = torch.version.hip is not None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **settings: Any) -> None:
-    """Launches a kernel on the current device, or notes the call inside `noting`.
+    """Launch a kernel on the current device, or records the call inside `recorded_calls`.
 
     `settings` are what the kernel is compiled for: its constexpr arguments and triton's options, in a fixed order.
     """
-    noted = _NOTED.get()
-    if noted is not None:
-        noted.append(KernelCall(kernel=kernel, grid=grid, operands=operands, settings=settings))
+    recorded = _RECORDED.get()
+    if recorded is not None:
+        recorded.append(KernelCall(kernel=kernel, grid=grid, operands=operands, settings=settings))
         return
     key = call_key(kernel, operands, settings)
     ready = _READY.get(key)
     if ready is not None:
         compiled, constants = ready
-        # A compiled kernel is called with all its arguments, by position: triton's binder, which takes most of the time
-        # of a call, is left out.
+        # Positional arguments skip triton's binder, which takes most of the time of a call.
         compiled[grid if len(grid) == 3 else (*grid, 1, 1)[:3]](*operands, *constants)
         return
     compiled = kernel[grid](*operands, **settings)
@@ -56,7 +55,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **settings: Any) 
 
 
 def call_key(kernel: Any, operands: Sequence[Any], settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides which compiled kernel a call takes: at least as fine as triton's own distinctions."""
+    """What a compiled kernel depends on; at least as fine as triton's own key."""
     key: list[Any] = [id(kernel), operands[0].get_device(), *settings.values()]  # a kernel's own hash is slow
     for operand in operands:
         kind = type(operand)
@@ -72,14 +71,14 @@ def call_key(kernel: Any, operands: Sequence[Any], settings: Mapping[str, Any]) 
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[KernelCall]]:
-    """Kernel calls of this thread are listed instead of launched; what they would have written stays as it was."""
-    noted: list[KernelCall] = []
-    token = _NOTED.set(noted)
+def recorded_calls() -> Iterator[list[KernelCall]]:
+    """Record the kernel calls of this thread instead of launching them."""
+    recorded: list[KernelCall] = []
+    token = _RECORDED.set(recorded)
     try:
-        yield noted
+        yield recorded
     finally:
-        _NOTED.reset(token)
+        _RECORDED.reset(token)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -90,6 +89,6 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors that a grid is spread over."""
-    if device.type != "cuda":  # Triton's interpreter, or calls that are only noted
+    if device.type != "cuda":  # Triton's interpreter, or calls that are only recorded
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -12,6 +12,7 @@ import os
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,60 +136,31 @@ class NormAct(nn.Module, SynchronisedNorm):
         return 2 <= num_rows < MAX_FUSED_ROWS  # torch's own operation has the error for a single row
 
     def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
-        """Normalises (batch statistics in training, running ones in evaluation), activates, drops, adds.
+        """Normalise (batch statistics in training, running ones in evaluation), activate, drop, add.
 
         `residual_bias` has one value a channel: the bias of the layer that made the residual, added here for free.
         """
         # An absent rank without synchronisation has no statistics but the running ones.
         training = self.training and not (self.absent and self.reduce is None)
         reduce = self.reduce if training else None
+        tensors = self.weight, self.bias, self.running_mean, self.running_var
+        settings: dict[str, Any] = {
+            "training": training,
+            "momentum": self.momentum,
+            "eps": self.eps,
+            "dropout": self.dropout,
+            "activation": self.activation,
+            "residual_bias": residual_bias,
+        }
         if self.is_fused(x):
             from stormo.layers import fused_norm
 
-            return fused_norm.norm_act(
-                x,
-                residual,
-                self.weight,
-                self.bias,
-                self.running_mean,
-                self.running_var,
-                training=training,
-                momentum=self.momentum,
-                eps=self.eps,
-                dropout=self.dropout,
-                activation=self.activation,
-                residual_bias=residual_bias,
-                num_batches_tracked=self.num_batches_tracked,
-                reduce_stats=reduce,
-                reduce_grads=reduce,
-                absent=self.absent,
-            )
+            counter = self.num_batches_tracked
+            settings |= {"reduce_stats": reduce, "reduce_grads": reduce, "absent": self.absent}
+            return fused_norm.norm_act(x, residual, *tensors, num_batches_tracked=counter, **settings)
         if training:
             self.num_batches_tracked.add_(1)
         if reduce is not None:
-            y = SyncNorm.apply(  # type: ignore[no-untyped-call]
-                x,
-                self.weight,
-                self.bias,
-                self.running_mean,
-                self.running_var,
-                self.momentum,
-                self.eps,
-                reduce,
-                self.absent,
-            )
+            y = SyncNorm.apply(x, *tensors, self.momentum, self.eps, reduce, self.absent)  # type: ignore[no-untyped-call]
             return add_residual(_activate(y, self.dropout, self.activation), residual, residual_bias)
-        return plain_norm_act(
-            x,
-            residual,
-            self.weight,
-            self.bias,
-            self.running_mean,
-            self.running_var,
-            training=training,
-            momentum=self.momentum,
-            eps=self.eps,
-            dropout=self.dropout,
-            activation=self.activation,
-            residual_bias=residual_bias,
-        )
+        return plain_norm_act(x, residual, *tensors, **settings)

@@ -1,6 +1,6 @@
 """Tile shapes of the norm kernels and the grids that follow from them; the shapes are what was fastest on an H200.
 
-`python -m benchmarks.norm_act --tune` times other shapes. Nothing here depends on triton.
+Nothing here depends on triton.
 """
 
 from __future__ import annotations

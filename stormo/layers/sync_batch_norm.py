@@ -23,24 +23,25 @@ from stormo.errors import SettingError
 
 Reduce = Callable[[Tensor], object]  # sums a float64 vector in place over all ranks, in one collective
 
+BatchNormBase = nn.modules.batchnorm._BatchNorm  # torch has no public base class of batch norms
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SynchronisedNorm:
-    """What a normalisation layer has whose statistics can be summed over ranks."""
+    """A normalisation layer whose statistics can be summed over ranks."""
 
     reduce: Reduce | None = None
-    absent: bool = False  # this rank's samples are ghosts: they count in no statistic
+    absent: bool = False  # this rank's samples are padding: they count in no statistic
 
 
 class LocalNorm:
-    """A normalisation layer whose statistics are meant to be those of this rank's samples: it is left as it is."""
+    """A normalisation layer whose statistics stay those of this rank."""
 
 
 def pack_moments(count: int, mean: Tensor, variance: Tensor) -> Tensor:
     """Local moments as the float64 vector [count, sums, sums of squares] that the ranks add up."""
-    # Around zero, because the ranks share no common shift before they have spoken; in float64 the cancellation
-    # of the large terms costs (mean / std)² · 1e-16, which float32 inputs cannot resolve anyway.
+    # Without a shift, as the ranks know no common one yet; in float64 the cancellation of the large terms costs
+    # (mean / std)² · 1e-16, which float32 inputs cannot resolve anyway.
     wide_mean, wide_variance = mean.double(), variance.double()
     total = wide_mean * count
     squares = (wide_variance + wide_mean.square()) * count
@@ -57,7 +58,7 @@ def unpack_moments(vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def update_running(
     running_mean: Tensor, running_var: Tensor, vector: Tensor, mean: Tensor, variance: Tensor, momentum: float
 ) -> None:
-    """Moves the running statistics towards a global batch's, with the unbiased variance, as torch does."""
+    """Update the running statistics with those of a global batch, with the unbiased variance, as torch does."""
     count = vector[0]
     unbiased = variance * (count / (count - 1.0).clamp(min=1.0))
     # The weight stays on the device: asking the host whether every rank was absent would synchronise.
@@ -89,8 +90,8 @@ class SyncNorm(torch.autograd.Function):
         reduce: Reduce,
         absent: bool,
     ) -> Tensor:
-        """Sums local moments over the ranks, then normalises with the global ones."""
-        # Autocast would cast some of the sums below: the dtypes here are chosen, so it stays out.
+        """Sum local moments over the ranks, then normalise with the global ones."""
+        # Autocast would cast some of the sums below.
         with torch.autocast(x.device.type, enabled=False):
             num_channels = x.shape[1]
             compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -102,8 +103,8 @@ class SyncNorm(torch.autograd.Function):
                 variance, mean = torch.var_mean(x.to(compute_dtype), dims, correction=0)
                 vector = pack_moments(num_rows, mean, variance)
             reduce(vector)
-            # As on one rank, a single value per channel is refused, and by all ranks: where the whole batch has one,
-            # none of them has more. Where a rank has several, nothing is read, as that would wait for the device.
+            # As on one rank, all ranks refuse a single value per channel. A rank with several need not read the count,
+            # which would wait for the device.
             if num_rows <= 1 and reduce is not _keep and vector[0] == 1:
                 raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
             count, mean, variance = unpack_moments(vector)
@@ -122,7 +123,7 @@ class SyncNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sums the two per-channel gradients over the ranks; parameter gradients stay local."""
+        """Sum the two per-channel gradients over the ranks; parameter gradients stay local."""
         x, weight, mean, invstd, count = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             dims = [0, *range(2, x.dim())]
@@ -138,7 +139,7 @@ class SyncNorm(torch.autograd.Function):
             grad_x = None
             if ctx.needs_input_grad[0]:
                 scale = invstd if weight is None else invstd * weight.to(mean.dtype)
-                if not ctx.absent:  # an absent rank's samples moved no statistic, so no gradient comes back that way
+                if not ctx.absent:  # padding has no part in the statistics, so none of their gradient
                     mean_grad, mean_grad_normal = (vector / count).to(mean.dtype).chunk(2)
                     grad_wide = grad_wide - _per_channel(mean_grad, x) - normal * _per_channel(mean_grad_normal, x)
                 grad_x = (grad_wide * _per_channel(scale, x)).to(x.dtype)
@@ -147,13 +148,13 @@ class SyncNorm(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
-    """A batch norm whose training statistics are those of the batches of all ranks together; see `synchronised`."""
+class SyncBatchNorm(BatchNormBase, SynchronisedNorm):
+    """A batch norm with training statistics over all ranks; see `synchronised`."""
 
-    plain: type[nn.Module]  # the layer's own class, which this stands before
+    plain: type[nn.Module]  # the layer's class, a base of this one
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises with global statistics in training, with the running ones in evaluation."""
+        """Normalise with global statistics in training, with the running ones in evaluation."""
         if not self.training or self.reduce is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -182,7 +183,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
         memo[id(self.reduce)] = self.reduce  # a copy of the model has the same ranks
         twin = memo[id(self)] = self._copied({})
         twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
-        twin.absent = False  # nobody would end a copy's absence
+        twin.absent = False  # nobody would reset it on a copy
         return twin
 
     def _copied(self, state: dict[str, Any]) -> Self:
@@ -191,7 +192,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the layer it was: who reads it has neither these ranks nor, maybe, this package."""
+        """Pickle as the plain layer: a reader has neither these ranks nor, maybe, this package."""
         parts: Any = super().__reduce_ex__(max(protocol, 2))  # in the form that torch.load(weights_only=True) takes
         make, arguments, state, *rest = parts
         if isinstance(state, dict):
@@ -201,8 +202,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
 
 @functools.cache
 def synchronised(plain: type[nn.Module]) -> type[SyncBatchNorm]:
-    """The variant of a batch norm's class that a layer of it becomes, and stays an instance of its own class."""
-    # pickle compares the class it writes with the layer's `__class__`, which is the one that is written.
+    """The class of a converted layer, a subclass of its own."""
+    # pickle compares the class it writes with the layer's `__class__`.
     return variant("Sync", SyncBatchNorm, plain, __class__=property(operator.attrgetter("plain"), _become))
 
 
@@ -211,13 +212,13 @@ def _become(layer: Any, kind: type[Any]) -> None:
 
 
 def variant(prefix: str, mixin: type[Any], plain: type[nn.Module], **more: Any) -> type[Any]:
-    """A class that is both, and that knows the plain one."""
+    """A subclass of both classes, with the plain one as an attribute."""
     body = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__} | more
     return types.new_class(f"{prefix}{plain.__name__}", (mixin, plain), exec_body=lambda names: names.update(body))
 
 
 def check_forward(layer: nn.Module, bases: Iterable[type[Any]], asked: str) -> None:
-    """Refuse a layer whose own forward pass a conversion to what was asked would lose."""
+    """Refuse a layer whose own forward method a conversion would lose."""
     base = next(kind for kind in bases if isinstance(layer, kind))
     if type(layer).forward is not base.forward or "forward" in vars(layer):
         raise SettingError(
@@ -228,11 +229,11 @@ def check_forward(layer: nn.Module, bases: Iterable[type[Any]], asked: str) -> N
 
 
 def convert_sync_batch_norm(module: nn.Module, reduce: Reduce) -> nn.Module:
-    """Makes every batch norm and `NormAct` sum its statistics, in place; returns the module.
+    """Make every batch norm and `NormAct` sum its statistics over ranks, in place; return the module.
 
-    Layers with ghost batch norm stay what they are: their statistics are those of a few of one rank's samples.
+    Layers with ghost batch norm stay as they are.
     """
-    # The very layers, so that hooks, references and `isinstance` hold on. All are checked before any is changed.
+    # In place, so that hooks, references and `isinstance` stay valid. All are checked before any is changed.
     kinds = (SynchronisedNorm, *_BATCH_NORMS)
     norms = [layer for layer in module.modules() if isinstance(layer, kinds) and not isinstance(layer, LocalNorm)]
     plain: list[Any] = [layer for layer in norms if not isinstance(layer, SynchronisedNorm)]
@@ -247,7 +248,7 @@ def convert_sync_batch_norm(module: nn.Module, reduce: Reduce) -> nn.Module:
 
 
 class _Absence:
-    """Stands before the `train` of a layer that is absent: the layer stays in evaluation, and is told at the end."""
+    """Replaces the `train` of a layer that gets padding: keeps it in evaluation mode until `end`."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer, self.owner, self.before = layer, id(layer), layer.training
@@ -255,14 +256,14 @@ class _Absence:
         layer.training = False
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        """What the user asks for meanwhile, by `train` or `eval` of the layer or of a model around it."""
+        """Remember the mode that the user sets meanwhile."""
         self.asked = mode
-        if id(self.layer) != self.owner:  # a copy, made meanwhile, whose absence nobody would end
+        if id(self.layer) != self.owner:  # a copy, made meanwhile, for which nobody would call `end`
             self.end()
         return self.layer
 
     def end(self) -> None:
-        """Put the mode back, or take the one that was asked for; a layer frozen by the user stays frozen."""
+        """Restore the mode, or set the one that was asked for; a layer frozen by the user stays frozen."""
         del self.layer.train
         if self.asked is None:
             self.layer.training = self.before
@@ -271,9 +272,9 @@ class _Absence:
 
 
 def set_absent(module: nn.Module, absent: bool) -> None:
-    """Tells every batch norm whether this rank's next samples are ghosts that must count in no statistic.
+    """Set whether this rank's next samples are padding, which must count in no statistic.
 
-    Synchronised layers contribute zeros and use the global statistics; others use their running ones, untouched.
+    Synchronised layers contribute zeros and use the global statistics; others use their running ones unchanged.
     """
     for layer in module.modules():
         if isinstance(layer, SynchronisedNorm):
@@ -288,9 +289,9 @@ def set_absent(module: nn.Module, absent: bool) -> None:
 
 @contextmanager
 def local_statistics(module: nn.Module) -> Iterator[None]:
-    """Meanwhile every batch norm counts this rank's samples alone, by the same arithmetic but without a collective.
+    """Within it, every batch norm uses this rank's statistics, by the same arithmetic but without a collective.
 
-    For passes that not every rank may take to their end. torch's own `SyncBatchNorm` is silenced too.
+    For a forward and backward that not every rank may complete. This includes torch's `SyncBatchNorm`.
     """
     reduces = {layer: layer.reduce for layer in module.modules() if isinstance(layer, SynchronisedNorm)}
     foreign = [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
@@ -298,7 +299,7 @@ def local_statistics(module: nn.Module) -> Iterator[None]:
         layer.reduce = None if reduce is None else _keep
     for norm in foreign:
         norm.forward = functools.partial(  # type: ignore[method-assign]
-            nn.modules.batchnorm._BatchNorm.forward, norm
+            BatchNormBase.forward, norm
         )
     try:
         yield
@@ -310,4 +311,4 @@ def local_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _keep(vector: Tensor) -> None:
-    """A sum over one rank."""
+    """Do nothing: the sum over one rank."""

@@ -22,7 +22,7 @@ class LAMB(LayerwiseOptimizer):
         betas: of the first and the second moment.
         eps: added to the root of the second moment.
         weight_decay: times the weights, added to the update.
-        norm_bounds: between which |w| is held in the ratio, the paper's φ; None leaves it as it is.
+        norm_bounds: bounds of |w| in the ratio, the paper's φ; None for none.
         adapt: see `LayerwiseOptimizer`.
     """
 
@@ -50,11 +50,11 @@ class LAMB(LayerwiseOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose numbers are checked."""
+        """Add a group after checking its numbers."""
         bounds = {**self.defaults, **param_group}["norm_bounds"]
         if bounds is not None and not 0 <= bounds[0] <= bounds[1]:
             raise SettingError(
-                f"LAMB was given norm_bounds {bounds}", "they hold a norm between two", "give 0 ≤ low ≤ high"
+                f"LAMB was given norm_bounds {bounds}", "they are a lower and an upper bound", "give 0 ≤ low ≤ high"
             )
         super().add_param_group(param_group)
 
@@ -64,7 +64,7 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_lerp_(means, layers.gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, layers.gradients, layers.gradients, 1 - beta2)
-        steps = _counted(layers)
+        steps = _advance_steps(layers)
         below = torch._foreach_sqrt(squares)
         torch._foreach_div_(below, host_numbers((1 - beta2**steps).sqrt()))
         torch._foreach_add_(below, layers.group["eps"])
@@ -74,7 +74,7 @@ class LAMB(LayerwiseOptimizer):
         return layers.weights, updates
 
     def _end(self, layers: Layers, begun: tuple[list[Tensor], ...], norms: Sequence[Tensor]) -> None:
-        (_, updates), bounds, rates = begun, layers.group["norm_bounds"], layers.rate
+        (_, updates), bounds, rates = begun, layers.group["norm_bounds"], layers.lr
         if layers.is_adapted:
             weights, lengths = norms
             if bounds is not None:
@@ -84,8 +84,8 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_sub_(layers.weights, updates)
 
 
-def _counted(layers: Layers) -> Tensor:
-    """The steps of each layer, this one included: float64 in host memory, where reading them waits for no device."""
+def _advance_steps(layers: Layers) -> Tensor:
+    """The step count of each layer after this step: float64 in host memory."""
     for state in layers.states:
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)  # as torch's own optimizers keep it

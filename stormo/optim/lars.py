@@ -1,6 +1,6 @@
-"""LARS (You, Gitman, Ginsburg, arXiv 1708.03888, Algorithm 1), and LARC, which is LARS clipped to the global rate.
+"""LARS (You, Gitman, Ginsburg, arXiv 1708.03888, Algorithm 1), and LARC, which clips its rates to the global one.
 
-As in the paper the rate is inside the momentum: a step of another rate does not scale the steps before it.
+As in the paper the learning rate is inside the momentum: changing it does not rescale earlier steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stormo.optim.layerwise import Layers, LayerwiseOptimizer, multiply
 
 
 class LARS(LayerwiseOptimizer):
-    """Momentum with a rate for every layer: lr × trust_coefficient × |w| / (|g| + weight_decay × |w|)."""
+    """Momentum with a learning rate per layer: lr × trust_coefficient × |w| / (|g| + weight_decay × |w|)."""
 
     num_norms = 2
 
@@ -44,12 +44,12 @@ class LARS(LayerwiseOptimizer):
         return layers.weights, layers.gradients
 
     def _end(self, layers: Layers, begun: tuple[list[Tensor], ...], norms: Sequence[Tensor]) -> None:
-        group, rates = layers.group, layers.rate
+        group, rates = layers.group, layers.lr
         if layers.is_adapted:
             weights, gradients = norms
             below = gradients + layers.decay * weights
             local = group["trust_coefficient"] * weights / below
-            rates = self._rates(local, (weights > 0) & (below > 0), layers.rate)
+            rates = self._rates(local, (weights > 0) & (below > 0), layers.lr)
         updates = list(torch._foreach_add(layers.gradients, layers.weights, alpha=layers.decay))
         multiply(updates, rates)
         if momentum := group["momentum"]:
@@ -63,12 +63,12 @@ class LARS(LayerwiseOptimizer):
         torch._foreach_sub_(layers.weights, updates)
 
     def _rates(self, local: Tensor, is_defined: Tensor, rate: float | Tensor) -> Tensor:
-        """The rate of each layer from its local one, which means nothing where a norm is 0."""
+        """The learning rate of each layer from its local one, which is undefined where a norm is 0."""
         return rate * torch.where(is_defined, local, 1.0)
 
 
 class LARC(LARS):
-    """Momentum with a rate for every layer: trust_coefficient × |w| / (|g| + weight_decay × |w|), at most lr."""
+    """Momentum with a learning rate per layer: trust_coefficient × |w| / (|g| + weight_decay × |w|), at most lr."""
 
     def _rates(self, local: Tensor, is_defined: Tensor, rate: float | Tensor) -> Tensor:
         whole = torch.ones_like(local) * rate

@@ -1,8 +1,8 @@
-"""What the layer-wise optimizers share: which layers are adapted, and lists of tensors that one kernel takes at once.
+"""What the layer-wise optimizers share: which layers are adapted, and one kernel for lists of tensors.
 
 A layer is one parameter. A step never waits for the device and never writes to a gradient. 16-bit parameters are
-stepped through float32 copies, and their state is float32. Where workers hold parts of layers, a step has two halves:
-what a worker does alone, and what it does once it knows the norms of whole layers.
+stepped through float32 copies, and their state is float32. Where workers hold shards of layers, a step has two parts:
+before and after the norms of whole layers are known.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stormo.errors import SettingError
-from stormo.optim.whole import squares_of
+from stormo.optim.global_norms import squares_of
 
 _HALVES = (torch.float16, torch.bfloat16)
-# Lowest value, and the one it stays below; of `betas` each is held against them.
+# Minimum (inclusive) and maximum (exclusive); for `betas`, of each.
 _LIMITS: dict[str, tuple[float, float]] = {
     "lr": (0.0, math.inf),
     "momentum": (0.0, 1.0),
@@ -34,46 +34,46 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
-    """Layers of one group that are stepped alike: of one device, one dtype, all adapted or none."""
+    """Layers of one group that are stepped together: of one device and dtype, all adapted or none."""
 
     parameters: list[Tensor]  # none is empty
-    group: dict[str, Any]  # theirs
+    group: dict[str, Any]
     weights: list[Tensor]  # the parameters, or float32 copies of 16-bit ones
     gradients: list[Tensor]  # in the dtype of the weights; only read
     states: list[dict[str, Any]]  # the optimizer's own
-    rate: float | Tensor  # on the device
+    lr: float | Tensor  # on the device
     decay: float
     is_adapted: bool
     has_gradient: bool
 
     def kept(self, key: str) -> list[Tensor]:
-        """A state of every layer that is as large as the layer, zeros at first."""
+        """A state of every layer in the layer's shape, initially zeros."""
         for state, weight in zip(self.states, self.weights, strict=True):
             if key not in state:
                 state[key] = torch.zeros_like(weight)
         return [state[key] for state in self.states]
 
     def write_back(self) -> None:
-        """Round what was stepped in float32 to its 16 bits."""
+        """Round the float32 copies to 16 bits."""
         if self.weights is not self.parameters:
             torch._foreach_copy_(self.parameters, self.weights)
 
 
 class LayerwiseOptimizer(Optimizer):
-    """The frame of a step; a subclass computes it for layers that are alike.
+    """The base class; a subclass computes the step of layers of one kind.
 
-    Group key `adapt`: True adapts every parameter of the group, False none, and `weight_decay` holds for all of it.
+    Group key `adapt`: True adapts every parameter of the group, False none, and `weight_decay` holds for all of them.
     None, the default, goes by the shape: parameters of at most one dimension, which are biases and norms, are neither
     adapted nor decayed.
 
-    Where the parameters are parts of layers, `whole_squares` is set. It is then called once in each step, on every
-    worker, with the parameters that are stepped here and sums over their elements, [rows, parameters] in float64, and
-    returns the same sums over the whole layers. The last row counts the parts that have a gradient: a layer is stepped
-    if any of its parts has one, and where a part has none, it is zeros. Empty parts are left out of all this.
+    Where the parameters are shards of layers, `global_squares` is set. It is called once a step on every worker, with
+    the parameters that are stepped and sums over their elements, [rows, parameters] in float64, and returns the same
+    sums over the whole layers. The last row counts the shards with a gradient: a layer is stepped if any of its shards
+    has one, and a shard without one has zeros. Empty shards are left out.
     """
 
-    num_norms: ClassVar[int]  # of a layer, that its step goes by
-    whole_squares: Callable[[list[Tensor], Tensor], Tensor] | None = None
+    num_norms: ClassVar[int]  # of a layer, that its step needs
+    global_squares: Callable[[list[Tensor], Tensor], Tensor] | None = None
 
     def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
         """Do all that needs no norm, with the weights untouched; return the `num_norms` lists that are to be measured.
@@ -87,7 +87,7 @@ class LayerwiseOptimizer(Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose numbers are checked."""
+        """Add a group after checking its numbers."""
         name, group = type(self).__name__, {**self.defaults, **param_group}
         for key, limits in _LIMITS.items():
             for value in group[key] if key == "betas" and key in group else [group.get(key)]:
@@ -105,21 +105,21 @@ class LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient; return what the closure does, which is called before."""
+        """Step every parameter that has a gradient; return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.whole_squares is None:
+        if self.global_squares is None:
             for layers in self._alike():
                 begun = self._begin(layers)
                 self._end(layers, begun, [norms(tensors) for tensors in begun] if layers.is_adapted else ())
                 layers.write_back()
         else:
-            self._step_parts(self.whole_squares)
+            self._step_shards(self.global_squares)
         return loss
 
-    def _step_parts(self, whole_squares: Callable[[list[Tensor], Tensor], Tensor]) -> None:
+    def _step_shards(self, global_squares: Callable[[list[Tensor], Tensor], Tensor]) -> None:
         sets = [*self._alike(), *self._without_gradient()]
         begun = [self._begin(layers) for layers in sets]
         widths = [len(layers.parameters) for layers in sets]
@@ -130,10 +130,10 @@ class LayerwiseOptimizer(Optimizer):
                 for row, measured in zip(columns[:-1], tensors, strict=True):
                     row.copy_(squares_of(measured))
             columns[-1].fill_(float(layers.has_gradient))
-        whole = whole_squares([parameter for layers in sets for parameter in layers.parameters], own)
+        whole = global_squares([parameter for layers in sets for parameter in layers.parameters], own)
         for layers, tensors, columns in zip(sets, begun, whole.split(widths, dim=1), strict=True):
             if not layers.has_gradient:
-                if not columns[-1].item():  # nor has any other part
+                if not columns[-1].item():  # nor has any other shard
                     continue
                 self.state[layers.parameters[0]] = layers.states[0]
             lengths = columns[:-1].sqrt().to(layers.weights[0])
@@ -141,7 +141,7 @@ class LayerwiseOptimizer(Optimizer):
             layers.write_back()
 
     def _alike(self) -> Iterator[Layers]:
-        """All parameters that have a gradient; an empty one has nothing to step."""
+        """All parameters with a gradient, except empty ones."""
         for group in self.param_groups:
             found: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
             for parameter in group["params"]:
@@ -153,7 +153,7 @@ class LayerwiseOptimizer(Optimizer):
                 yield _layers(group, parameters, gradients, [self.state[parameter] for parameter in parameters])
 
     def _without_gradient(self) -> Iterator[Layers]:
-        """All others, each by itself, with zeros for a gradient and a copy of its state."""
+        """The other parameters, one at a time, with zeros for a gradient and a copy of the state."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None and parameter.numel():
@@ -173,7 +173,7 @@ class LayerwiseOptimizer(Optimizer):
         return gradient
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, each tensor in the dtype in which it was saved, counts of steps in host memory."""
+        """Load a state, each tensor in the dtype in which it was saved, step counts in host memory."""
         last: dict[str, Any] = {}
         hook = self.register_load_state_dict_pre_hook(lambda _, state: last.update(state))  # after all the others
         try:
@@ -185,10 +185,10 @@ class LayerwiseOptimizer(Optimizer):
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
             for key, value in last["state"].get(number, {}).items():
-                place = torch.device("cpu") if key == "step" else parameter.device
+                device = torch.device("cpu") if key == "step" else parameter.device
                 own = self.state[parameter][key]
-                if isinstance(value, Tensor) and (own.dtype, own.device) != (value.dtype, place):
-                    self.state[parameter][key] = value.to(place, copy=True)
+                if isinstance(value, Tensor) and (own.dtype, own.device) != (value.dtype, device):
+                    self.state[parameter][key] = value.to(device, copy=True)
 
 
 def _layers(
@@ -200,14 +200,14 @@ def _layers(
     has_gradient: bool = True,
 ) -> Layers:
     device, dtype, is_adapted = parameters[0].device, parameters[0].dtype, _is_adapted(parameters[0], group)
-    wide, rate = torch.float32 if dtype in _HALVES else dtype, group["lr"]
+    wide, lr = torch.float32 if dtype in _HALVES else dtype, group["lr"]
     return Layers(
         parameters=parameters,
         group=group,
         weights=parameters if wide == dtype else [parameter.to(wide) for parameter in parameters],
         gradients=[gradient.to(wide) for gradient in gradients],
         states=states,
-        rate=rate.to(device, wide, non_blocking=True) if isinstance(rate, Tensor) else rate,
+        lr=lr.to(device, wide, non_blocking=True) if isinstance(lr, Tensor) else lr,
         decay=group["weight_decay"] if is_adapted or group["adapt"] is not None else 0.0,
         is_adapted=is_adapted,
         has_gradient=has_gradient,
@@ -219,18 +219,18 @@ def _is_adapted(parameter: Tensor, group: dict[str, Any]) -> bool:
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of each, as one vector on their device."""
+    """The 2-norm of each tensor, as a vector on their device."""
     return torch.stack(torch._foreach_norm(tensors))
 
 
 def multiply(tensors: list[Tensor], by: float | Tensor) -> None:
-    """Multiply all in place, by one number or each by its own of a vector, which never leaves the device."""
+    """Multiply all in place by one number, or each by its element of a vector, which never leaves the device."""
     factors: Any = list(by.unbind()) if isinstance(by, Tensor) and by.ndim else by
     torch._foreach_mul_(tensors, factors)
 
 
 def host_numbers(vector: Tensor) -> Any:
-    """The numbers of a vector in host memory, for one kernel over all layers; a compiler traces them as tensors."""
+    """A vector in host memory as numbers, for one kernel over all layers; a compiler traces them as tensors."""
     return list(vector.unbind()) if torch.compiler.is_compiling() else vector.tolist()
 
 

@@ -1,4 +1,4 @@
-"""Noise on gradients: factors for the samples of a large batch, and a normal term that fades.
+"""Gradient noise: factors for the samples of a large batch, and a Gaussian term that decays.
 
 The factors (Hoffer et al., arXiv 1705.08741) are drawn from N(1, sigma²): they keep the mean of a batch's gradient and,
 with 1 + sigma² = large batch / small batch, give it the covariance that the small batch has. The term (Neelakantan et
@@ -17,71 +17,71 @@ from torch import Tensor
 
 
 def factor_sigma(num_samples: int, small_batch: int) -> float:
-    """The spread of the factors that give a batch of so many samples the noise of a small one; 0 if it is no larger."""
+    """The standard deviation of factors that give a batch the noise of a small one; 0 if it is no larger."""
     return math.sqrt(max(0.0, num_samples / small_batch - 1.0))
 
 
 def sample_factors(num_samples: int, small_batch: int, seed: int) -> Tensor:
-    """One factor for each sample of a global batch, float64 on the CPU: it depends on the arguments alone."""
+    """One factor per sample of a global batch, float64 on the CPU; a pure function of the arguments."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(num_samples, generator=generator, dtype=torch.float64)
     return drawn.mul_(factor_sigma(num_samples, small_batch)).add_(1.0)
 
 
 class ScaleRows(torch.autograd.Function):
-    """The tensor itself; on the way back, the gradient of each row (first dimension) times its factor."""
+    """The identity; backward multiplies the gradient of each row (first dimension) by its factor."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, factors: Tensor) -> Tensor:
-        """A view, so that a loss that changes it in place is refused by torch instead of going unnoticed."""
+        """Return a view, so that torch refuses a loss that changes it in place."""
         ctx.factors = factors
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """In the wider of both number formats, then back to the gradient's own."""
+        """Multiply in the wider of both dtypes, then round to the gradient's."""
         factors = ctx.factors.view(-1, *[1] * (gradient.ndim - 1))
         return (gradient * factors).to(gradient.dtype), None
 
 
 def annealed_sigma(eta: float, gamma: float, step: int) -> float:
-    """The spread of the term that is added in a step, counted from 0."""
+    """The standard deviation of the term added in a step, counted from 0."""
     return math.sqrt(eta / (1.0 + step) ** gamma)
 
 
-# A gradient that is a box of a whole parameter's, the number of the parameter among all of the model in their order,
-# the shape of the whole, and where the box begins in each dimension.
-Box = tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]
+# The gradient of a shard, the index of its parameter in the model, the shape of the whole parameter, and the offset
+# of the shard in each dimension.
+Chunk = tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]
 
 
 def add_noise(gradients: Iterable[Tensor | None], sigma: float, seed: int) -> None:
-    """Add N(0, sigma²) to every element, in place: the same numbers wherever seed and kind of device are.
+    """Add N(0, sigma²) to every element, in place; the numbers depend on seed and device type only.
 
     Args:
         gradients: of all parameters of the model in their order, None where there is none.
-        sigma: the spread of the noise.
-        seed: of the step; every parameter has one of its own from it and its number.
+        sigma: the standard deviation.
+        seed: of the step; each parameter derives its own from it.
     """
-    boxes = (
+    chunks = (
         (gradient, number, tuple(gradient.shape), (0,) * gradient.ndim)
         for number, gradient in enumerate(gradients)
         if gradient is not None
     )
-    add_noise_to_boxes(boxes, sigma, seed)
+    add_noise_to_chunks(chunks, sigma, seed)
 
 
 @torch.no_grad()
-def add_noise_to_boxes(boxes: Iterable[Box], sigma: float, seed: int) -> None:
-    """Add to every element what `add_noise` adds to it where parameters are whole."""
+def add_noise_to_chunks(chunks: Iterable[Chunk], sigma: float, seed: int) -> None:
+    """Add to shards the same noise that `add_noise` adds to whole parameters."""
     generators: dict[torch.device, torch.Generator] = {}
-    for gradient, number, whole_shape, offset in boxes:
+    for gradient, number, whole_shape, offset in chunks:
         device = gradient.device
         if not gradient.numel():
             continue
         if device not in generators:
             generators[device] = torch.Generator(device)
         generator = generators[device].manual_seed(_seed_of(seed, number))
-        # By its shape alone: how a gradient lies in memory may differ from worker to worker, its noise must not.
+        # Independent of strides, which may differ between workers.
         drawn = torch.randn(whole_shape, generator=generator, dtype=gradient.dtype, device=device)
         for dim, (start, size) in enumerate(zip(offset, gradient.shape, strict=True)):
             drawn = drawn.narrow(dim, start, size)

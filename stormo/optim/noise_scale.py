@@ -1,7 +1,7 @@
-"""The gradient noise scale (McCandlish et al., arXiv 1812.06162, appendix A): estimates, their spread, and advice.
+"""The gradient noise scale (McCandlish et al., arXiv 1812.06162, appendix A): estimates, their range, and advice.
 
 The squared norm of a gradient over n samples is on average |G|² + tr(Sigma)/n. From two sizes, the shares of the
-workers and the whole batch, follow both; their ratio tr(Sigma)/|G|² is the batch beyond which steps get hardly better.
+workers and the whole batch, follow both; batches beyond their ratio tr(Sigma)/|G|² bring little.
 Both are averaged before they are divided, as the mean of ratios would be biased.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_HORIZON = 512  # steps over which the averages reach back
+_HORIZON = 512  # steps of the moving averages
 _MIN_BLOCKS = 8.0
-_MAX_RANGE = 10.0  # upper end of a range that still says something, in lower ends
+_MAX_RANGE = 10.0  # largest useful ratio of the upper to the lower bound
 NUM_MOMENTS = 7
 TOO_FEW_STEPS = "too few steps were measured"
 
@@ -27,7 +27,7 @@ def solve(small: float, large: int, sigma: float) -> tuple[tuple[float, float], 
     Args:
         small: samples of a part, the harmonic mean where several are averaged.
         large: samples of the whole batch.
-        sigma: spread of the factors that the samples' gradients were multiplied with, which is taken out again.
+        sigma: standard deviation of the noise factors of the samples' gradients, whose effect is removed.
     """
     trace = 1 / (1 / small - 1 / large)
     square = 1 / (large - small)
@@ -40,7 +40,7 @@ def solve(small: float, large: int, sigma: float) -> tuple[tuple[float, float], 
 
 
 def fold(moments: Tensor, block: Tensor) -> Tensor:
-    """Take the mean of a block of steps into the moments; a block without a step, or with an overflow, changes nothing.
+    """Add the mean of a block of steps to the moments; an empty block, or one with an overflow, changes nothing.
 
     Args:
         moments: [weight, weight², then weighted: trace, square, trace², trace × square, square²].
@@ -57,7 +57,7 @@ def fold(moments: Tensor, block: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseScale:
-    """An estimate in samples; `low` and `high` bound it with 95 %, None where they cannot be told."""
+    """An estimate in samples with its 95 % range, None where it is unknown."""
 
     value: float | None
     low: float | None = None
@@ -65,7 +65,7 @@ class NoiseScale:
     reason: str = ""  # why there is no range
 
     def advice(self, global_batch_size: int) -> str:
-        """What it means for the batch of the run, in one sentence."""
+        """What it means for the batch of the run."""
         if self.value is None or self.low is None or self.high is None:
             return f"Gradient noise scale: nothing can be said of the useful batch, because {self.reason}."
         useful = max(1, round(self.value))
@@ -110,7 +110,7 @@ def estimate(moments: Sequence[float]) -> NoiseScale:
 
 
 def _rounded(number: float) -> str:
-    """Two digits that count, as more would not be true."""
+    """Two significant digits."""
     if number < 10:
         return f"{number:.2g}"
     unit = 10 ** (math.floor(math.log10(number)) - 1)

@@ -59,7 +59,7 @@ class NovoGrad(LayerwiseOptimizer):
         updates: list[Tensor]
         if layers.is_adapted:
             length = _root_mean_square(layers, norms[0], beta2)
-            # A layer that has had no gradient but zeros stays at zero, whatever eps is.
+            # A layer whose gradients were all zeros stays unchanged, whatever eps is.
             factors = torch.where(length > 0, 1 / (length + group["eps"]), 1.0)
             updates = list(torch._foreach_mul(layers.gradients, list(factors.unbind())))
             torch._foreach_add_(updates, layers.weights, alpha=layers.decay)
@@ -68,14 +68,14 @@ class NovoGrad(LayerwiseOptimizer):
         means = layers.kept("exp_avg")
         torch._foreach_mul_(means, beta1)
         torch._foreach_add_(means, updates, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        if isinstance(layers.rate, Tensor):  # a tensor as `alpha` would be read from the device
-            torch._foreach_sub_(layers.weights, torch._foreach_mul(means, layers.rate))
+        if isinstance(layers.lr, Tensor):  # a tensor as `alpha` would be read from the device
+            torch._foreach_sub_(layers.weights, torch._foreach_mul(means, layers.lr))
         else:
-            torch._foreach_sub_(layers.weights, means, alpha=layers.rate)
+            torch._foreach_sub_(layers.weights, means, alpha=layers.lr)
 
 
 def _root_mean_square(layers: Layers, lengths: Tensor, beta2: float) -> Tensor:
-    """√v of each layer as a vector; v starts as the first |g|², which its running mean with itself leaves alone."""
+    """√v of each layer as a vector; v starts as the first |g|²."""
     squares = list((lengths * lengths).unbind())
     for state, square in zip(layers.states, squares, strict=True):
         if "exp_avg_sq" not in state:

@@ -14,7 +14,7 @@ from stormo.config.schema import TrainConfig
 class Schedule:
     """Steps are counted from 0; warm-up reaches the peak at step `warmup_steps`.
 
-    Where the batch changes, a step is one of the first batch, of which a step of a later one makes several.
+    Where the batch grows, steps are counted in those of the first batch.
     """
 
     peak: float

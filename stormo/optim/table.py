@@ -1,7 +1,7 @@
-"""The optimizers by name, each with what it takes from the settings; a variant is a row.
+"""The optimizers by name, made from the settings.
 
-torch loads its compiler, which takes seconds, when an optimizer is made and again looks for it in every step. A run
-that does not compile has no use for it: `_light` and `spare_compiler` take the plain functions underneath.
+torch imports its compiler, which takes seconds, when an optimizer is made or stepped. A run that does not compile does
+not need it: `_without_compiler` and `skip_compiler_import` use the functions below torch's decorators.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -29,7 +28,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool = False) -> list[dict[str, Any]]:
-    """Two groups: weights, which decay, and biases and norms, which do not; `layerwise` adapts the weights alone."""
+    """Two groups: weights, which decay, and biases and norms, which do not; `layerwise` adapts only the weights."""
     norms = {id(p) for layer in model.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [p for p in trained if p.ndim > 1 and id(p) not in norms]
@@ -44,30 +43,30 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool =
 
 
 @functools.cache
-def _light(base: type[Optimizer]) -> type[Any]:
-    """The same optimizer with its undecorated step; the decorator only serves `differentiable`, which is off here."""
+def _without_compiler(base: type[Optimizer]) -> type[Any]:
+    """The same optimizer with its undecorated step; the decorator is for `differentiable`, which is off here."""
     return type(base.__name__, (base,), {"step": torch.no_grad()(inspect.unwrap(base.step))})
 
 
-def lighten(optimizer: Optimizer) -> None:
-    """Give an optimizer that is made already the light step too; a step that goes on to torch's loads the compiler now.
+def skip_compiler_in_step(optimizer: Optimizer) -> None:
+    """Give a made optimizer the undecorated step too; import the compiler now where a subclass calls torch's step.
 
-    It would do so in the first step, whose time counts as training.
+    It would be imported in the first step, whose time counts as training.
     """
     kind: type = type(optimizer)
-    heirs_of = [base for base in kind.__mro__ if base.__module__.startswith("torch.optim.") and base is not Optimizer]
-    if "torch._dynamo" in sys.modules or not heirs_of:
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.optim.") and base is not Optimizer]
+    if "torch._dynamo" in sys.modules or not bases:
         return
     is_wrapped = "step" in vars(optimizer) or optimizer.defaults.get("differentiable")
-    if kind is heirs_of[0] and not is_wrapped:
-        optimizer.__class__ = _light(kind)
-        optimizer._patch_step_function()  # hooks and profiles, as its own step has them
+    if kind is bases[0] and not is_wrapped:
+        optimizer.__class__ = _without_compiler(kind)
+        optimizer._patch_step_function()  # adds hooks and profiling to the new step
     else:
         importlib.import_module("torch._dynamo")
 
 
-def spare_compiler(owner: type = Optimizer) -> None:
-    """Mark the methods that torch shields from its compiler as shielded already; elsewhere there is nothing to do."""
+def skip_compiler_import(owner: type = Optimizer) -> None:
+    """Mark the methods that torch excludes from its compiler as excluded, so that they do not import it."""
     for method in vars(owner).values():
         wrapper = method
         while isinstance(wrapper, FunctionType):
@@ -78,14 +77,13 @@ def spare_compiler(owner: type = Optimizer) -> None:
 
 
 def start_momentum(optimizer: Optimizer, *, may_skip: bool = False) -> None:
-    """Start the momentum of torch's fused SGD where it would not, before a step; the step remains what it would be.
+    """Initialise the momentum of torch's fused SGD before a step, without changing the step.
 
-    The fused step starts it for all parameters at once or for none: it fails where some have their first gradient
-    later than others.
+    The fused step initialises it for all parameters or for none: it fails where some get their first gradient later.
 
     Args:
         optimizer: of any kind, with its gradients.
-        may_skip: a step that overflows may be left out, after which a momentum that has just begun is not set.
+        may_skip: whether the step may be skipped on overflow, which leaves a new momentum unset.
     """
     num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.state) == num_parameters:
@@ -101,7 +99,7 @@ def start_momentum(optimizer: Optimizer, *, may_skip: bool = False) -> None:
         if before and fresh and may_skip:
             raise SettingError(
                 "optimizer() returned an SGD with fused=True and dampening for --precision fp16",
-                "its momentum would start from a gradient that still has the loss scale",
+                "its momentum would start from a scaled gradient",
                 "leave out fused=True or dampening",
             )
         for parameter in fresh:
@@ -110,57 +108,28 @@ def start_momentum(optimizer: Optimizer, *, may_skip: bool = False) -> None:
             optimizer.state[parameter]["momentum_buffer"] = start
 
 
-def _sgd(groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool) -> Optimizer:
-    kind: type[torch.optim.SGD] = _light(torch.optim.SGD)
-    return kind(groups, lr=settings.base_lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
-
-
-def _adamw(groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool) -> Optimizer:
-    kind: type[torch.optim.AdamW] = _light(torch.optim.AdamW)
-    return kind(groups, lr=settings.base_lr, **_betas_and_eps(settings), fused=fused)
-
-
-def _lars(
-    kind: type[LARS], groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool
-) -> LayerwiseOptimizer:
-    trust = settings.of_its_own()["trust_coefficient"]
-    return kind(
-        groups,
-        lr=settings.base_lr,
-        momentum=settings.momentum,
-        trust_coefficient=trust,
-        nesterov=settings.nesterov,
-    )
-
-
-def _lamb(groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool) -> LayerwiseOptimizer:
-    return LAMB(groups, lr=settings.base_lr, **_betas_and_eps(settings))
-
-
-def _novograd(groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool) -> LayerwiseOptimizer:
-    return NovoGrad(groups, lr=settings.base_lr, **_betas_and_eps(settings), grad_averaging=settings.grad_averaging)
-
-
-def _betas_and_eps(settings: schema.Optimizer) -> dict[str, Any]:
-    own = settings.of_its_own()
-    return {"betas": (settings.momentum, own["beta2"]), "eps": own["eps"]}
-
-
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], schema.Optimizer, bool], Optimizer]] = {
-    "sgd": _sgd,
-    "adamw": _adamw,
-    "lars": functools.partial(_lars, LARS),
-    "larc": functools.partial(_lars, LARC),
-    "lamb": _lamb,
-    "novograd": _novograd,
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "lars": LARS,
+    "larc": LARC,
+    "lamb": LAMB,
+    "novograd": NovoGrad,
 }
-LAYERWISE = frozenset({"lars", "larc", "lamb", "novograd"})  # rows whose groups know `adapt`
 
 
 def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
-    """The optimizer the settings name, over all trained parameters of a model already on its device."""
+    """The optimizer of the settings, over all trained parameters of a model already on its device."""
     if "torch._dynamo" not in sys.modules:
-        spare_compiler()
-    fused = all(parameter.is_floating_point() for parameter in model.parameters())  # one kernel for all, on CPU and GPU
-    groups = parameter_groups(model, settings.weight_decay, layerwise=settings.optimizer in LAYERWISE)
-    return OPTIMIZERS[settings.optimizer](groups, settings, fused)
+        skip_compiler_import()
+    base: Any = OPTIMIZERS[settings.optimizer]
+    layerwise = issubclass(base, LayerwiseOptimizer)
+    options: dict[str, Any] = {"lr": settings.base_lr, **settings.specific_options()}
+    if "beta2" in options:
+        options["betas"] = settings.momentum, options.pop("beta2")
+    else:
+        options |= {"momentum": settings.momentum, "nesterov": settings.nesterov}
+    if not layerwise:
+        options["fused"] = all(parameter.is_floating_point() for parameter in model.parameters())
+    kind: type[Any] = base if layerwise else _without_compiler(base)
+    return kind(parameter_groups(model, settings.weight_decay, layerwise=layerwise), **options)  # type: ignore[no-any-return]

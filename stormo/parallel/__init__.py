@@ -1,1 +1,1 @@
-"""How a model is spread over the workers: one strategy a file."""
+"""How a model is distributed over the workers: one strategy a file."""

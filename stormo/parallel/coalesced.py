@@ -1,4 +1,4 @@
-"""Collectives over many tensors: neighbours of one type travel as one."""
+"""Collectives over many tensors: neighbours of one dtype are sent as one."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 from stormo.distributed.world import World
 
-_BUCKET_BYTES = 25 * 2**20  # that travel together
-# Of two bytes, values that all workers have in common would be others after their sum was rounded.
+_BUCKET_BYTES = 25 * 2**20
+# Rounded to 16 bits, the sum of equal values would not be a multiple of them.
 _SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @torch.no_grad()
-def share(world: World, tensors: Sequence[Tensor]) -> None:
-    """Give all workers the main one's values: what a task's model() draws may differ."""
+def broadcast(world: World, tensors: Sequence[Tensor]) -> None:
+    """Give all workers rank 0's values: what a task's model() draws may differ."""
     for bucket in _buckets(tensors) if world.size > 1 else ():
         flat = torch.cat([_flat(tensor) for tensor in bucket])
-        world.broadcast(flat.view(torch.uint8))  # whatever the type
+        world.broadcast(flat.view(torch.uint8))  # of any dtype
         copy(bucket, _split(flat, bucket))
 
 
 @torch.no_grad()
 def means(world: World, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """The mean of each tensor over all workers, in turn; all of them take all.
+    """The mean of each tensor over all workers, one by one. All workers iterate to the end.
 
     Args:
         world: of the workers.
         tensors: of the same shapes on all of them.
-        dtype: in which they are summed and given, if not their own.
+        dtype: of the sums and of the result, if not the tensors' own.
     """
     for bucket in _buckets(tensors):
         own = bucket[0].dtype
@@ -43,7 +43,7 @@ def means(world: World, tensors: Sequence[Tensor], dtype: torch.dtype | None = N
 
 @torch.no_grad()
 def copy(tensors: Sequence[Tensor], values: Iterable[Tensor]) -> None:
-    """Give the tensors these values, one after the other."""
+    """Copy values to tensors."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
 

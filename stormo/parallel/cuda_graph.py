@@ -1,7 +1,7 @@
 """Forward, loss and backward of a full micro-batch as one CUDA graph: recorded once, replayed without Python.
 
 A replay reads static inputs, writes (never adds) static gradients, and draws new random numbers from the device's
-generator. What happens on the host happens once, at the capture: a task for which that would show is refused.
+generator. Host code runs only once, at the capture: a task that depends on it is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-_NOT_A_PLACE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+from stormo.launch.torch_errors import is_synchronizing_capture
+from stormo.parallel.pytree import TreeSpec, tree_flatten, tree_unflatten
+
+_HIDDEN_FRAMES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
 
-RunPass = Callable[[Any], Tensor]  # forward and backward of a batch's data; returns the detached loss
+ForwardBackward = Callable[[Any], Tensor]  # of a batch's data; returns the detached loss
 
 
 class CaptureRefusedError(Exception):
@@ -47,11 +49,11 @@ class MicroBatchGraph:
         self._inputs = tuple(inputs)
         self._structure = structure
         self._loss = loss
-        # LocalParameter here, so that clearing `grad` after a step does not free what the next replay writes.
+        # Referenced here, so that clearing `grad` after a step does not free what the next replay writes.
         self._gradients = tuple((p, p.grad) for p in parameters if p.grad is not None)
 
     def replay(self, data: Any) -> Tensor | None:
-        """Set the gradients of this batch and return its loss; None, and nothing done, for a batch of another shape."""
+        """Set the gradients of this batch and return its loss; do nothing and return None for another shape."""
         leaves, structure = tree_flatten(data)
         if structure != self._structure or not all(map(_is_alike, leaves, self._inputs)):
             return None
@@ -72,16 +74,18 @@ def _is_alike(leaf: Any, static: Tensor) -> bool:
     )
 
 
-def capture(run_pass: RunPass, data: Any, module: nn.Module, owners: Mapping[str, Any]) -> MicroBatchGraph:
-    """Record a pass over a batch like this one; `CaptureRefusedError` where that cannot be, with the process unharmed.
+def capture(
+    forward_backward: ForwardBackward, data: Any, module: nn.Module, owners: Mapping[str, Any]
+) -> MicroBatchGraph:
+    """Record a micro-batch like this one, or raise `CaptureRefusedError` and leave the process usable.
 
-    It moves buffers and random generators as three passes do, which the caller undoes.
+    It changes buffers and random generators as three micro-batches do, which the caller undoes.
 
     Args:
-        run_pass: as it runs in a step; it must add to `grad` where there is one.
+        forward_backward: as it runs in a step; it must add to `grad` where there is one.
         data: a batch on the device.
         module: its parameters get the gradients.
-        owners: objects whose plain attributes a pass must leave as they are, by name.
+        owners: objects by name whose plain attributes a micro-batch must not change.
     """
     leaves, structure = tree_flatten(data)
     for leaf in leaves:
@@ -94,13 +98,13 @@ def capture(run_pass: RunPass, data: Any, module: nn.Module, owners: Mapping[str
     parameters = list(module.parameters())
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(main)
-    torch.cuda.empty_cache()  # a stream does not take what another has left: a whole pass would be held twice
+    torch.cuda.empty_cache()  # streams do not share cached memory: a whole micro-batch would be allocated twice
     try:
         with torch.cuda.stream(side):
-            run_pass(static)  # whatever is made at first use is made now: handles, workspaces, tuned kernels
-            _rehearse(run_pass, static, {"model": module, **owners})
-            clear_gradients(parameters)  # so that the captured pass writes gradients instead of adding to some
-            graph, loss = _record(run_pass, static, device)
+            forward_backward(static)  # creates handles, workspaces and tuned kernels
+            _check_host(forward_backward, static, {"model": module, **owners})
+            clear_gradients(parameters)  # so that the capture writes gradients instead of adding to them
+            graph, loss = _record(forward_backward, static, device)
         return MicroBatchGraph(graph, inputs, structure, loss, parameters)
     except CaptureRefusedError:
         raise
@@ -112,7 +116,7 @@ def capture(run_pass: RunPass, data: Any, module: nn.Module, owners: Mapping[str
 
 
 def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Let go of all gradients."""
+    """Set all gradients to None."""
     for parameter in parameters:
         parameter.grad = None
 
@@ -123,18 +127,20 @@ def _check_leaf(leaf: Any) -> None:
     if leaf.device.type != "cuda":
         raise CaptureRefusedError(f"a batch holds a tensor on the {leaf.device.type}")
     if leaf.requires_grad:
-        raise CaptureRefusedError("a batch holds a tensor that needs a gradient of its own")
+        raise CaptureRefusedError("a batch holds a tensor that needs a gradient")
 
 
-def _rehearse(run_pass: RunPass, data: Any, owners: Mapping[str, Any]) -> None:
-    """Run a pass and see whether the host took part in it: torch does not recover well from a capture that fails."""
+def _check_host(forward_backward: ForwardBackward, data: Any, owners: Mapping[str, Any]) -> None:
+    """Run a micro-batch and check whether it depends on the host: torch does not recover well from a failed capture."""
     before = host_state(owners)
     with _no_synchronisation():
-        loss = run_pass(data)
+        loss = forward_backward(data)
     after = host_state(owners)
     changed = sorted(name for name in before.keys() | after.keys() if _differ(before.get(name), after.get(name)))
     if changed:
-        raise CaptureRefusedError(f"a pass changes {', '.join(changed[:3])} on the host, which a replay would not")
+        raise CaptureRefusedError(
+            f"a micro-batch changes {', '.join(changed[:3])} on the host, which a replay would not"
+        )
     if loss.device.type != "cuda":
         raise CaptureRefusedError(f"the loss is a tensor on the {loss.device.type}")
 
@@ -144,7 +150,7 @@ def _differ(first: Any, second: Any) -> bool:
 
 
 def host_state(owners: Mapping[str, Any]) -> dict[str, Any]:
-    """What a pass may change without the device: the host's generators, and counters and the like in its objects."""
+    """What a micro-batch may change on the host: generators, and counters and the like in objects."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     state: dict[str, Any] = {
@@ -176,23 +182,23 @@ def _no_synchronisation() -> Iterator[None]:
 
 def _set_sync_debug_mode(mode: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it does not see every operation: the capture would
+        warnings.simplefilter("ignore")  # that it misses some operations, which the capture finds
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def _record(run_pass: RunPass, data: Any, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Capture a pass on the current stream."""
+def _record(forward_backward: ForwardBackward, data: Any, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Capture a micro-batch on the current stream."""
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # a graph has memory of its own, which must fit beside what the passes before have left
+    torch.cuda.empty_cache()  # the graph's memory must fit beside what is cached
     loss, failure = None, None
     was_collecting = gc.isenabled()
-    gc.disable()  # a graph that died in a cycle must not be destroyed now: CUDA takes that for a fault of the capture
+    gc.disable()  # if a graph in a reference cycle were destroyed now, CUDA would fail the capture
     try:
-        # Other threads (a loader's, that pins memory) may use CUDA meanwhile.
+        # Other threads, such as a loader that pins memory, may use CUDA meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            loss = run_pass(data)
+            loss = forward_backward(data)
         except Exception as error:
             failure = error
         try:
@@ -207,17 +213,20 @@ def _record(run_pass: RunPass, data: Any, device: torch.device) -> tuple[torch.c
         try:
             raise failure
         finally:
-            del failure  # an error that refers to itself would hold the memory of the pass
+            del failure  # the reference cycle would keep the memory of the micro-batch
     assert loss is not None
     return graph, loss
 
 
 def _recover(device: torch.device, pool: Any) -> None:
-    """After a capture that CUDA has ended: torch would leave its allocator and its generator in the middle of it."""
+    """After a capture that CUDA has ended: torch leaves its allocator and its generator in the capture.
+
+    torch has no public call for the allocator.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     torch._C._cuda_endAllocateToPool(index, pool)
     torch._C._cuda_releasePool(index, pool)
-    # The generator leaves its state of capture at the end of one that succeeds.
+    # The generator leaves its capture state at the end of a capture that succeeds.
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
     torch.zeros(1, device=device)
@@ -226,10 +235,10 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 def _reason(error: Exception) -> str:
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_A_PLACE)
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_HIDDEN_FRAMES)
     ]
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = (str(error).strip() or "no message").splitlines()[0]
-    if "synchronizing CUDA operation" in text:
-        return f"a pass waits for the device{place}"
-    return f"{type(error).__name__}{place}: {text.rstrip('.')}"
+    if is_synchronizing_capture(error):
+        return f"a micro-batch waits for the device{where}"
+    return f"{type(error).__name__}{where}: {text.rstrip('.')}"

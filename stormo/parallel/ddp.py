@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stormo.data.loaders import Batch, Loader
 from stormo.errors import SettingError
-from stormo.optim.table import spare_compiler
+from stormo.launch.torch_errors import unreduced_parameters
+from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
 from stormo.profiling.ranges import range_of
@@ -25,7 +26,7 @@ from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
 
 # Buffers start as rank 0's and are averaged before validation, not overwritten in every forward. Before torch 2.13 one
-# switch stands for both, so there it is turned off once the replica is made.
+# switch does both, so it is turned off after the replica is built.
 _KEEP_BUFFERS: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -36,10 +37,10 @@ _LATER = "in a later batch, and with several workers all must have one"
 
 
 def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """torch's own; it would load the compiler, which takes seconds, to ask whether that was set to another exchange."""
+    """torch's DDP without its import of the compiler, which takes seconds and only tells whether that is configured."""
     if "torch._dynamo" not in sys.modules:
-        spare_compiler(DistributedDataParallel)
-        # What nobody has loaded, nobody has set.
+        skip_compiler_import(DistributedDataParallel)
+        # The compiler is not loaded, so nobody has configured it.
         stand_in = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
         vars(torch)["_dynamo"] = stand_in
         try:
@@ -47,7 +48,7 @@ def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
         except AttributeError as error:
             if error.obj is not stand_in and error.obj is not stand_in.utils:
                 raise
-            # A release that asks for something else, before it has done anything.
+            # Another release of torch asks for something else, before it has done anything.
         finally:
             if vars(torch).get("_dynamo") is stand_in:
                 del vars(torch)["_dynamo"]
@@ -62,28 +63,27 @@ def _replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def check_reached(task: Task, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
-    """Before a step: refuse gradients that torch has not averaged, as a pass has not reached all that it waits for."""
+    """Before a step: refuse gradients that DDP has not averaged because some parameters had none."""
     if not task.find_unused and any(parameter.grad is None and parameter.requires_grad for parameter in trained):
         raise unused_parameters(task, without_gradient(model), _LATER)
 
 
 @contextmanager
-def in_own_words(task: Task, model: nn.Module) -> Iterator[None]:
-    """Say what torch says of such a pass when the next one begins: of several passes the last has to reach all."""
+def name_unused_parameters(task: Task, model: nn.Module) -> Iterator[None]:
+    """Name the parameters without a gradient, for which DDP raises an error in the next forward."""
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        if "Expected to have finished reduction in the prior iteration" not in text:
+        numbers = unreduced_parameters(error)
+        if numbers is None:
             raise
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        numbers = text.partition("did not receive grad for rank")[2].partition(":")[2].split("\n")[0].split()
-        names = [trained[int(number)] for number in numbers if number.isdecimal() and int(number) < len(trained)]
+        names = [trained[number] for number in numbers if number < len(trained)]
         raise unused_parameters(task, names or trained, _LATER) from error
 
 
 def _arithmetic(device: torch.device) -> dict[str, Any]:
-    """On what the last bits depend of what every worker computes by itself from the matrices that all have alike."""
+    """What must be equal on all workers, so that they compute the same bits from the same matrices."""
     if device.type == "cuda":
         return {"GPU of --compress powersgd": torch.cuda.get_device_name(device)}
     return {
@@ -95,7 +95,7 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
 class Ddp(Strategy):
     """torch's DistributedDataParallel."""
 
-    _is_exchanging = False  # whether the pass under way is the last of its step
+    _is_exchanging = False  # whether this micro-batch is the last of its step
     _compression: Compression | None = None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -109,7 +109,7 @@ class Ddp(Strategy):
             find_unused_parameters=self.task.find_unused,
         )
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # No method itself: torch reads annotations, and does not know them as text.
+        # A lambda, because torch evaluates the annotations of a hook, which are strings here.
         if self._settings.workers.compress != "none":
             self._compression = Compression(self.world, self._method(model), self.noise_scale)
             self._replica.register_comm_hook(self._compression, lambda exchange, bucket: exchange.average(bucket))
@@ -118,7 +118,7 @@ class Ddp(Strategy):
         return self._replica
 
     def _method(self, model: nn.Module) -> HalfPrecision | PowerSgd:
-        """How gradients are sent in fewer bytes."""
+        """The compression method."""
         name = self._settings.workers.compress
         if name != "powersgd":
             return HalfPrecision(HALF_DTYPES[name])
@@ -128,33 +128,33 @@ class Ddp(Strategy):
         if not self.powersgd.errors:
             raise SettingError(
                 f"--compress powersgd was set with --compress-rank {rank}",
-                "of no weight of this model would two matrices of that rank be half as large or less",
+                "for no weight of this model are two matrices of that rank at most half as large",
                 "set --compress bf16" + ", or a smaller --compress-rank" * (rank > 1),
             )
         self.sharded_checkpoint = True
         return self.powersgd
 
     def warm_up(
-        self, loader: Loader, batches: Iterable[Batch] | None = None, look: Callable[[Tensor], None] | None = None
+        self, loader: Loader, batches: Iterable[Batch] | None = None, on_loss: Callable[[Tensor], None] | None = None
     ) -> None:
-        """As on one device; no error feedback and no waiting of these passes is kept."""
+        """As on one device; error feedback and waiting times are not kept."""
         if self.powersgd is not None:
             self.powersgd.is_rehearsal = True
         try:
-            super().warm_up(loader, batches, look)
+            super().warm_up(loader, batches, on_loss)
         finally:
             if self.powersgd is not None:
                 self.powersgd.is_rehearsal = False
-        self._exposed.forget()
+        self._exposed.reset()
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds from this worker's own last gradient to the last sum; on a GPU of the steps it has finished."""
+        """Seconds from this worker's last gradient to the last sum; on a GPU of the finished steps."""
         return self._exposed.total_s
 
     def micro_step(self, batch: Batch) -> Tensor:
-        """As on one device; a parameter that DDP waits for in vain is named."""
-        with in_own_words(self.task, self.module):
+        """As on one device; an error of DDP names unused parameters."""
+        with name_unused_parameters(self.task, self.module):
             return super().micro_step(batch)
 
     def _collect_gradients(self) -> None:
@@ -184,14 +184,14 @@ class Ddp(Strategy):
                 raise self._compression.failure from error
             raise
 
-    def _alone(self) -> nn.Module:
-        return self.module  # DDP's hooks act only after a pass through its own forward
+    def _local_model(self) -> nn.Module:
+        return self.module  # DDP's hooks act only after its own forward
 
 
 class DataParallel(Strategy):
     """torch's DataParallel: one process, a thread for each GPU; kept for comparison, DDP is faster."""
 
-    exposed_reason = "DataParallel copies between its GPUs throughout every pass"
+    measures_exposed_wait = False  # it copies between its GPUs throughout every micro-batch
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return nn.DataParallel(model, device_ids=list(range(self._plan.layout.devices_per_worker)))
@@ -201,10 +201,10 @@ _Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class ExposedWait:
-    """How long a worker waits for others' gradients: from its own last gradient to the last sum that it awaits.
+    """How long a worker waits for others' gradients: from its own last gradient to the last sum.
 
-    By the host's clock, or on a GPU by events on the stream that computes. Callbacks of autograd before and after the
-    one in which DDP waits see it: the exchange keeps its bits, and a step costs three calls.
+    Measured by the host's clock, or on a GPU by events on the compute stream, in callbacks of autograd before and after
+    DDP's own. The exchange keeps its bits, and a step costs three calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -212,31 +212,31 @@ class ExposedWait:
         self._total_s = 0.0
         self._began_s = 0.0
         self._range: AbstractContextManager[Any] | None = None
-        self._pair: _Pair | None = None  # of the step under way
-        self._pending: deque[_Pair] = deque()  # of steps that the device has not finished: as many as the host is ahead
+        self._pair: _Pair | None = None  # of this step
+        self._pending: deque[_Pair] = deque()  # of steps that the device has not finished
         self._free: list[_Pair] = []
 
     @property
     def total_s(self) -> float:
-        """Seconds so far; on a GPU of the steps that it has finished, and nobody waits for the others."""
+        """Seconds so far; on a GPU of the finished steps."""
         self._collect()
         return self._total_s
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Start again at zero."""
         self._pending.clear()
         self._total_s = 0.0
 
     def watch(self, loss: Tensor) -> None:
-        """The next backward is of this loss, and gradients travel in it."""
+        """The next backward is of this loss and exchanges gradients."""
         loss.register_hook(self._begin)
 
     def _begin(self, gradient: Tensor) -> None:
-        # Called in order when all gradients are computed; DDP adds its own when its last bucket has left, after this.
-        _call_back(self._own_part_done)
+        # Callbacks run in order after all gradients are computed; DDP adds its own later, with its last bucket.
+        _queue_callback(self._gradients_computed)
 
-    def _own_part_done(self) -> None:
-        _call_back(self._all_received)  # after DDP's
+    def _gradients_computed(self) -> None:
+        _queue_callback(self._gradients_received)  # after DDP's
         self._range = range_of("exchange")
         self._range.__enter__()
         if self._device.type == "cuda":
@@ -246,9 +246,9 @@ class ExposedWait:
         else:
             self._began_s = time.perf_counter()
 
-    def _all_received(self) -> None:
+    def _gradients_received(self) -> None:
         if self._pair is not None:
-            # By now the stream has been told to wait for the sums: the host may be far ahead of it.
+            # The stream already waits for the sums; the host may be far ahead of it.
             self._pair[1].record(torch.cuda.current_stream(self._device))
             self._pending.append(self._pair)
             self._pair = None
@@ -264,8 +264,8 @@ class ExposedWait:
             self._free.append((first, last))
 
 
-def _call_back(function: Callable[[], None]) -> None:
-    """Call this when the backward under way has computed everything."""
+def _queue_callback(function: Callable[[], None]) -> None:
+    """Call a function at the end of this backward. torch has no public call for it."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 

@@ -1,10 +1,9 @@
-"""Sums gradients over all workers while backward still runs, for a model that stays the very object it was.
+"""Sums gradients over all workers during backward, without a wrapper around the model.
 
-In buckets, as DDP does (Li et al., arXiv 2006.15704), without its wrapper. The order is the reverse of the parameters'
-and is never learnt from a first step: a resumed run must add up in the same order as one that never stopped. Several
-models have one order too: a worker that lacks a gradient sends its buckets later than the others, but never in another
-turn, or a model would get the sums of another one.
-Gradients of gradients (`create_graph=True`) do not travel.
+In buckets, as DDP does (Li et al., arXiv 2006.15704). The order is the reverse of the parameters' and is not learnt
+from a first step, so that a resumed run sums in the same order. Several models have one order too: a worker that lacks
+a gradient sends its buckets later than the others, but in the same order. Gradients of gradients (`create_graph=True`)
+are not exchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stormo.distributed.world import World
-from stormo.errors import StormoError, counted
+from stormo.errors import StormoError, pluralize
 from stormo.parallel.buckets import Bucket, make_buckets, put_mark, take_mark
 from stormo.parallel.compression import HALF_DTYPES, Compression, GradBucket, HalfPrecision
 
@@ -30,7 +29,7 @@ _compressions: weakref.WeakKeyDictionary[World, dict[str, Compression]] = weakre
 
 
 class GradientExchange:
-    """Sums the gradients of one model over all workers while backward still runs."""
+    """Sums the gradients of one model over all workers during backward."""
 
     def __init__(
         self,
@@ -47,14 +46,14 @@ class GradientExchange:
         """Hook the model's parameters.
 
         Args:
-            model: may be changed between steps, on all workers alike.
+            model: may change between steps, in the same way on all workers.
             world: of the workers.
-            bucket_bytes: how much travels together.
-            first_bucket_bytes: the same for what is ready first.
-            average_buffers: make floating-point buffers the mean over the workers, after every step.
-            compress: bf16 or fp16 where gradients are to travel in as many bits.
-            before_sending: called once in a backward before anything leaves; it may wait for the other workers.
-            may_send: whether it would not; until then backward goes on, and the first bucket leaves later.
+            bucket_bytes: size of a bucket.
+            first_bucket_bytes: size of the first bucket.
+            average_buffers: average floating-point buffers over the workers after every step.
+            compress: bf16 or fp16 to exchange gradients in 16 bits.
+            before_sending: called once in a backward before the first bucket; it may wait for the other workers.
+            may_send: whether it would return at once; until then backward continues without sending.
         """
         self._model = model
         self._before_sending = before_sending
@@ -64,17 +63,17 @@ class GradientExchange:
         self._averages_buffers = average_buffers
         self._compression: Compression | None = None
         self._buckets: list[Bucket] = []
-        # By the id of a parameter: to hash a tensor is slow. The hooks hold the parameters, so an id stays one's own.
-        self._places: dict[int, tuple[Bucket, int]] = {}
+        # By the id of a parameter, as hashing a tensor is slow. The hooks keep the parameters, so ids stay unique.
+        self._positions: dict[int, tuple[Bucket, int]] = {}
         self._addresses: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._signature = ""
         self._hooks: dict[int, tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = {}
         self._is_armed = self._is_closed = self._is_out_of_step = False
-        self._has_earlier = False  # a gradient of an earlier pass of the step
+        self._has_earlier = False  # a gradient of an earlier micro-batch of the step
         self._num_sent = 0
-        self._before: GradientExchange | None = None  # of this backward: whose buckets leave before these,
-        self._after: GradientExchange | None = None  # and whose leave after them
+        self._before: GradientExchange | None = None  # whose buckets are sent before these in this backward
+        self._after: GradientExchange | None = None  # whose buckets are sent after these
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which gradients came last
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._held: list[tuple[Tensor, Tensor, int]] = []  # sums of a step before: parameter, gradient, its mark
@@ -86,18 +85,18 @@ class GradientExchange:
 
     @property
     def signature(self) -> str:
-        """What is exchanged, in words that differ where it does: all workers must have the same."""
+        """A digest of what is exchanged, which must be the same on all workers."""
         if self._world.size > 1:
             self._follow_model()
         return self._signature
 
     @property
     def is_touched(self) -> bool:
-        """Whether a gradient has come in this step: since it was armed, or in a pass before."""
+        """Whether this step has a gradient: since it was armed, or of an earlier micro-batch."""
         return self._has_earlier or any(bucket.num_awaited < len(bucket.parameters) for bucket in self._buckets)
 
     def arm(self, before: GradientExchange | None = None) -> None:
-        """The next backward is the last of a step: buckets leave as they fill, after those of the one before."""
+        """Send buckets in the next backward, the last of a step, after those of `before`."""
         if self._world.size == 1:
             return
         assert not self._is_armed
@@ -121,19 +120,19 @@ class GradientExchange:
                     continue
                 self._held.append((parameter, gradient, version))
                 if not self._world.is_main:
-                    parameter.grad = None  # all have the same: the main worker alone takes it into the new sum
+                    parameter.grad = None  # all have the same: only rank 0 adds it to the new sum
         self._before, self._after = before, None
         if before is not None:
             before._after = self
         self._is_armed = True
 
     def send_rest(self) -> None:
-        """After that backward: send what has not left yet. Of several models all do it before any one finishes."""
+        """After that backward: send the remaining buckets. All of several models do it before one finishes."""
         while self._num_sent < len(self._buckets):
             self._send_next()
 
     def finish(self) -> None:
-        """After that backward: send what is left, wait, put the sums into `.grad`."""
+        """After that backward: send the remaining buckets, wait, and put the sums into `.grad`."""
         if self._world.size == 1:
             return
         assert self._is_armed
@@ -149,9 +148,9 @@ class GradientExchange:
         self._rest()
 
     def cancel(self) -> None:
-        """A backward raised, or went elsewhere: back to rest, without a word to the other workers.
+        """After a backward that raised or did not reach the model: reset without telling the other workers.
 
-        Gradients already sent are dropped; those of a step before, to which nothing was added, are what they were.
+        Gradients that were sent are dropped; those of the last step are restored if nothing was added.
         """
         for parameter, gradient, version in self._held:
             parameter.grad = gradient
@@ -177,16 +176,18 @@ class GradientExchange:
         self._held = []
 
     def _follow_model(self) -> None:
-        """Make the buckets anew where parameters were frozen, unfrozen, replaced or converted, on all workers alike."""
+        """Rebuild the buckets if parameters were frozen, unfrozen, replaced or converted."""
         addresses = _addresses(self._model)
         if addresses == self._addresses:
             return
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         self._buckets = make_buckets(named[::-1], *self._limits_bytes, has_clean_gaps=self._compression is not None)
-        self._places = {id(p): (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
+        self._positions = {
+            id(p): (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)
+        }
         self._addresses = addresses
         described = "\n".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
-        self._signature = f"{counted(len(named), 'parameter')} ({zlib.crc32(described.encode()):08x})"
+        self._signature = f"{pluralize(len(named), 'parameter')} ({zlib.crc32(described.encode()):08x})"
         arrived = _weakly(self)
         for name, parameter in named:
             self._names[id(parameter)] = name
@@ -194,54 +195,54 @@ class GradientExchange:
                 self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(arrived)
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Autograd has added to the gradient of a parameter."""
+        """Called after autograd has added to a gradient."""
         if not self._is_armed:
             self._check_base(parameter)
             return
-        place = self._places.get(id(parameter))
-        if place is None:  # no longer in the model
+        position = self._positions.get(id(parameter))
+        if position is None:  # no longer in the model
             return
-        bucket, index = place
+        bucket, index = position
         with self._lock:
             if bucket.work is not None:
                 raise StormoError(
                     f"the gradient of {self._names[id(parameter)]} grew after it had been sent to the other workers, "
-                    "which comes of a second backward in a step or of re-entrant checkpointing; call "
+                    "because of a second backward in a step or re-entrant checkpointing; call "
                     f"{_PARTS_OF_A_STEP}, and torch.utils.checkpoint with use_reentrant=False."
                 )
             if parameter.is_cuda:
                 self._chain_streams(parameter.device)
-            self._held = []  # whatever comes of this backward, it has added to them: their memory is free
+            self._held = []  # this backward has added to them, so they cannot be restored
             bucket.arrived(index)
         self._send_full()
 
     def _check_base(self, parameter: Tensor) -> None:
-        """Refuse a first pass of a step that adds to the sum of the step before, which would count once a worker."""
+        """Refuse a micro-batch that adds to the last step's sum, which would count once per worker."""
         gradient = parameter.grad
         version = take_mark(gradient)
         if version is None or gradient is None:
             return
-        if gradient._version == version + 1:  # nothing but this pass has changed it: not even zero_grad
+        if gradient._version == version + 1:  # only this backward has changed it, not zero_grad
             raise StormoError(
                 f"a backward added to the gradient of {self._names[id(parameter)]}, which held the last step's sum "
                 f"over all {self._world.size} workers; call optimizer.zero_grad() between steps, or {_PARTS_OF_A_STEP}."
             )
 
     def _send_full(self) -> None:
-        """Send the buckets that are full, in their turn."""
+        """Send full buckets, in order."""
         with self._lock:
-            if self._before is not None and not self._before._has_left:
+            if self._before is not None and not self._before._is_all_sent:
                 return
             while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].num_awaited:
                 if self._num_sent == 0 and not self._may_send():
                     return
                 self._send_next()
-        if self._after is not None and self._has_left:
+        if self._after is not None and self._is_all_sent:
             self._after._send_full()
 
     @property
-    def _has_left(self) -> bool:
-        return self._num_sent == len(self._buckets) and (self._before is None or self._before._has_left)
+    def _is_all_sent(self) -> bool:
+        return self._num_sent == len(self._buckets) and (self._before is None or self._before._is_all_sent)
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._num_sent]
@@ -257,7 +258,7 @@ class GradientExchange:
         self._num_sent += 1
 
     def _chain_streams(self, device: torch.device) -> None:
-        """Parts of a model may run on streams of their own, but their gradients go into one tensor."""
+        """Order the streams of different parts of a model, whose gradients go into one tensor."""
         here = torch.cuda.current_stream(device)
         last = self._streams.get(device, here)
         if last != here:
@@ -273,8 +274,8 @@ class GradientExchange:
 
 
 def _addresses(model: nn.Module) -> dict[int, int]:
-    """The ids of parameters that require a gradient, and where their values are, which a conversion changes."""
-    # By hand, because named_parameters() takes several times as long and this is done in every step.
+    """The ids of parameters that require a gradient, and their addresses, which a conversion changes."""
+    # Not by named_parameters(), which takes several times as long: this runs in every step.
     found: dict[int, int] = {}
     modules: list[nn.Module | None] = [model]
     while modules:
@@ -289,7 +290,7 @@ def _addresses(model: nn.Module) -> dict[int, int]:
 
 
 def _weakly(exchange: GradientExchange) -> Callable[[Tensor], None]:
-    """A hook that does not keep its exchange: no garbage collector sees what a parameter's hooks hold on to."""
+    """A hook that does not reference its exchange: the garbage collector does not see a parameter's hooks."""
     reference = weakref.ref(exchange)
 
     def arrived(parameter: Tensor) -> None:
@@ -301,10 +302,10 @@ def _weakly(exchange: GradientExchange) -> Callable[[Tensor], None]:
 
 
 def _own_group(world: World) -> dist.ProcessGroup:
-    """A process group for this alone, one for all models.
+    """A process group for the buckets of all models.
 
-    Whatever else communicates during backward (synchronised batch norm, features gathered for a loss) cannot be taken
-    for a bucket then, although a worker that lacks a gradient sends its buckets later than the others.
+    Other communication during backward, such as synchronised batch norm, must not be mixed up with buckets, which a
+    worker that lacks a gradient sends later than the others.
     """
     group = _groups.get(world)
     if group is None:
@@ -313,7 +314,7 @@ def _own_group(world: World) -> dist.ProcessGroup:
 
 
 def _own_compression(world: World, name: str) -> Compression:
-    """One for all models as well: it keeps nothing of them, and what is sent by one thread keeps its order."""
+    """One for all models: a single thread sends in order."""
     made = _compressions.setdefault(world, {})
     if name not in made:
         made[name] = Compression(world, HalfPrecision(HALF_DTYPES[name]))

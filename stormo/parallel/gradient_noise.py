@@ -1,12 +1,12 @@
-"""Noise put on gradients, and the gradient noise scale measured beside training.
+"""Gradient noise, and the gradient noise scale measured during training.
 
 The noise is the same for every sample and step, however many workers and micro-batches there are. A task's loss is one
-mean, so a sample's factor is put on the gradient of its row of the model's output. That is the gradient of the weighted
-losses exactly, as long as the loss of a sample depends on its own output alone.
+mean, so a sample's factor is applied to the gradient of its row of the model's output. That is exactly the gradient of
+weighted losses if the loss of a sample depends only on its own output.
 
-The noise scale costs no collective and no backward in a step. Workers compare the gradient of their own share with that
-of the whole batch; one worker that accumulates compares its first micro-batch. Norms stay on the device; once in a
-block of steps three numbers are summed over the workers in the background.
+The noise scale needs no collective and no backward in a step. Workers compare the gradient of their share with that of
+the whole batch; a single worker compares its first micro-batch. Norms stay on the device, and once in a block of steps
+three numbers are summed over the workers in the background.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from stormo.config.schema import TrainConfig
-from stormo.data.loaders import Batch, with_ghost
-from stormo.data.order import Pass, derive_seed, part
+from stormo.data.loaders import Batch
+from stormo.data.order import MicroBatch, derive_seed, part
 from stormo.distributed.world import World
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.optim.noise import (
-    Box,
+    Chunk,
     ScaleRows,
     add_noise,
-    add_noise_to_boxes,
+    add_noise_to_chunks,
     annealed_sigma,
     factor_sigma,
     sample_factors,
 )
 from stormo.optim.noise_scale import NUM_MOMENTS, NoiseScale, estimate, fold, solve
+from stormo.parallel.pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 
 class GradientNoise:
-    """What the settings ask for; where they ask for none, every call returns at once."""
+    """The noise of the settings; without any, every call returns at once."""
 
     def __init__(self, settings: TrainConfig, device: torch.device) -> None:
         self._seed = settings.run.seed
@@ -47,21 +47,21 @@ class GradientNoise:
         self._drawn: tuple[tuple[int, int], Tensor] | None = None  # seed and samples of a step, and its factors
 
     def sigma(self, num_samples: int) -> float:
-        """The spread of the samples' factors in a global batch of this size; 0 without them."""
+        """The standard deviation of the samples' factors in a global batch of this size; 0 without them."""
         small = self._settings.gradient_noise_batch
         return 0.0 if small is None else factor_sigma(num_samples, small)
 
     @contextmanager
     def on_samples(self, model: nn.Module, batch: Batch, epoch: int) -> Iterator[None]:
-        """While it holds, what the model returns carries the factors of the pass's samples into backward."""
+        """Inside it, backward multiplies the gradients of the model's output by the factors of the samples."""
         small, span = self._settings.gradient_noise_batch, batch.span
         if small is None or not self.sigma(span.step_samples):
             yield
             return
-        start, stop = (position - span.step_start for position in with_ghost(span))
+        start, stop = (position - span.step_start for position in span.padded)
         seed = derive_seed(self._seed, "gradient noise", epoch, span.step_start)
         outputs = _Outputs(self._factors(span.step_samples, small, seed)[start:stop])
-        # On the outermost object, so that nothing of it is compiled or captured.
+        # On the outermost module, so that the hook is neither compiled nor captured.
         hook = model.register_forward_hook(outputs)
         try:
             yield
@@ -70,36 +70,36 @@ class GradientNoise:
         if not outputs.num_calls:
             raise SettingError(
                 f"--gradient-noise-batch {small} was set",
-                "loss() did not call the model that it was given, whose output the noise is put on",
+                "loss() did not call the model, whose output gets the noise",
                 "call model(...) itself in loss(), not a part or a method of it",
             )
 
     def _factors(self, num_samples: int, small: int, seed: int) -> Tensor:
-        """Those of the whole step, of which every pass takes its part."""
+        """The factors of the whole step, of which every micro-batch takes its part."""
         if self._drawn is None or self._drawn[0] != (seed, num_samples):
             factors = sample_factors(num_samples, small, seed).to(torch.get_default_dtype())
-            # Pinned, as the host would wait for the device when it sends them otherwise.
+            # Pinned, so that the host does not wait for the device.
             self._drawn = (seed, num_samples), factors.pin_memory() if self._is_pinned else factors
         return self._drawn[1]
 
     def add(self, gradients: Iterable[Tensor | None], step: int) -> None:
-        """Add the term of this step to the gradient of the whole batch, one a parameter, alike on all workers."""
+        """Add the noise of this step to the gradient of the whole batch, the same on all workers."""
         if self._settings.gradient_noise is not None:
-            add_noise(gradients, *self._term(self._settings.gradient_noise, step))
+            add_noise(gradients, *self._noise_of(self._settings.gradient_noise, step))
 
-    def add_to_boxes(self, boxes: Iterable[Box], step: int) -> None:
-        """The same where a worker holds boxes of the gradients."""
+    def add_to_chunks(self, chunks: Iterable[Chunk], step: int) -> None:
+        """The same for chunks of the gradients."""
         if self._settings.gradient_noise is not None:
-            add_noise_to_boxes(boxes, *self._term(self._settings.gradient_noise, step))
+            add_noise_to_chunks(chunks, *self._noise_of(self._settings.gradient_noise, step))
 
-    def _term(self, eta: float, step: int) -> tuple[float, int]:
-        """Its spread and its seed."""
+    def _noise_of(self, eta: float, step: int) -> tuple[float, int]:
+        """Standard deviation and seed of the noise."""
         sigma = annealed_sigma(eta, self._settings.gradient_noise_decay, step)
         return sigma, derive_seed(self._seed, "added noise", step)
 
 
 class _Outputs:
-    """A forward hook that passes every output through `ScaleRows`; of several calls each has the same factors."""
+    """A forward hook that applies `ScaleRows` to every output; each call has the same factors."""
 
     def __init__(self, factors: Tensor) -> None:
         self._factors = factors
@@ -112,15 +112,15 @@ class _Outputs:
         leaves, structure = tree_flatten_with_path(output)
         if not any(_is_trained(leaf) for _, leaf in leaves):
             raise _refusal(f"a {type(output).__name__} in which there is no tensor that has a gradient", self._factors)
-        # One tensor returned twice remains one: the gradients of both places are summed before they meet the model.
+        # A tensor that is returned twice stays one: autograd sums both gradients first.
         return tree_unflatten([self._scaled(keystr(path), leaf) for path, leaf in leaves], structure)
 
-    def _scaled(self, place: str, leaf: Any) -> Any:
+    def _scaled(self, path: str, leaf: Any) -> Any:
         if not _is_trained(leaf):
             return leaf
         if not leaf.ndim or len(leaf) != len(self._factors):
             shape = "x".join(map(str, leaf.shape)) or "a single number"
-            raise _refusal(f"a tensor of {shape}{f' in {place}' if place else ''}", self._factors)
+            raise _refusal(f"a tensor of {shape}{f' in {path}' if path else ''}", self._factors)
         self._factors = self._factors.to(leaf.device, non_blocking=True)
         return ScaleRows.apply(leaf, self._factors)  # type: ignore[no-untyped-call]
 
@@ -132,64 +132,64 @@ def _is_trained(leaf: Any) -> bool:
 def _refusal(returned: str, factors: Tensor) -> SettingError:
     return SettingError(
         "--gradient-noise-batch was set",
-        f"the model returned {returned} for {counted(len(factors), 'sample')}, and every sample's row gets its factor",
+        f"the model returned {returned} for {pluralize(len(factors), 'sample')}, and each sample's row gets its factor",
         "let the model return tensors whose first dimension is the samples, or leave the noise out",
     )
 
 
 _BLOCK_STEPS = 8
-_DENSE_STEPS = 128  # at the start of a run, every one of which is measured; then one in
+_DENSE_STEPS = 128  # at the start of a run, which are all measured; later one in
 _SPARSE = 8
 
 
 class NoiseScaleMeter:
-    """The running estimate; the same on all workers, except for the block under way."""
+    """The running estimate; the same on all workers, except for the current block."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._moments = torch.zeros(NUM_MOMENTS, dtype=torch.float64, device=world.device)
-        self._span: Pass | None = None  # the first pass of the step under way
+        self._span: MicroBatch | None = None  # the first micro-batch of the step
         self._sigma = 0.0
-        self._looks = False
-        self._norms: list[Tensor] = []  # of its part of the gradient, in pieces
-        self._block: list[tuple[Tensor, Tensor, list[float]]] = []  # norm of the part, of the whole, and what they make
+        self._is_measuring = False
+        self._norms: list[Tensor] = []  # of this worker's own gradient, in pieces
+        self._block: list[tuple[Tensor, Tensor, list[float]]] = []  # norms, own and whole; factors
         self._sent: tuple[Tensor, dist.Work | None] | None = None  # the block before, while it is summed
 
-    def begin(self, span: Pass, sigma: float, step: int) -> None:
-        """This step begins with this pass, under factors of this spread; what was seen before does not count."""
+    def begin(self, span: MicroBatch, sigma: float, step: int) -> None:
+        """Start a step with this micro-batch, whose factors have this standard deviation."""
         self._span, self._sigma, self._norms = span, sigma, []
-        self._looks = step < _DENSE_STEPS or step % _SPARSE == 0  # by the run's step, so that a resume changes nothing
+        self._is_measuring = step < _DENSE_STEPS or step % _SPARSE == 0  # by the step, so that a resume changes nothing
 
     def forget(self) -> None:
-        """No step comes of what was seen, nor of what is seen until the next one begins."""
-        self._norms, self._looks = [], False
+        """Ignore everything until the next step starts."""
+        self._norms, self._is_measuring = [], False
 
     def see(self, gradient: Tensor) -> None:
-        """A piece of this worker's own gradient, before it is exchanged."""
-        if self._looks:
+        """Take a piece of this worker's own gradient, before it is exchanged."""
+        if self._is_measuring:
             self._norms.append(torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype)))
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's own mean of a bucket over the workers, the same arithmetic to the last bit, with a look before it."""
+        """DDP's mean of a bucket over the workers, to the last bit, after `see`."""
         buffer = bucket.buffer()
         if buffer.layout is torch.strided:
             self.see(buffer.mul_(1.0 / self._world.size))
         else:
-            buffer.div_(self._world.size)  # a sparse gradient has a bucket of its own, and is never looked at
+            buffer.div_(self._world.size)  # a sparse gradient has its own bucket, and is not measured
         return begin_sum(buffer)
 
-    def see_pass(self, span: Pass, parameters: Iterable[Tensor]) -> None:
-        """A pass is done: with one worker alone, the gradients after the first one are its part of the batch's."""
-        if self._looks and self._world.size == 1 and span.is_first and not span.is_last and span.num_samples:
+    def see_micro_batch(self, span: MicroBatch, parameters: Iterable[Tensor]) -> None:
+        """After a micro-batch: a single worker takes the gradients after the first one."""
+        if self._is_measuring and self._world.size == 1 and span.is_first and not span.is_last and span.num_samples:
             self._norms.append(total_norm([p.grad for p in parameters if p.grad is not None]))
 
     @property
     def is_due(self) -> bool:
-        """Whether the step under way was seen, so that `end` wants to know its whole gradient."""
+        """Whether this step is measured, so that `end` needs the norm of its whole gradient."""
         return bool(self._norms)
 
     def end(self, norm: Tensor, scale: Tensor | None) -> None:
-        """The step's whole gradient has this norm; what was seen of it was multiplied with the loss scale."""
+        """End a step whose whole gradient has this norm; the pieces were multiplied by the loss scale."""
         assert self._span is not None
         own = torch.linalg.vector_norm(torch.stack(self._norms))
         self._norms = []
@@ -201,14 +201,14 @@ class NoiseScaleMeter:
             self._receive()
             self._send()
 
-    def _rows(self, span: Pass) -> list[float] | None:
-        """This worker's share of both estimates, as factors of both squared norms; None if the parts are the whole."""
+    def _rows(self, span: MicroBatch) -> list[float] | None:
+        """Factors of both squared norms in both estimates; None if the own gradient is the whole one."""
         total, size = span.step_samples, self._world.size
         if size == 1:
             small, weight = float(span.num_samples), (total / span.num_samples) ** 2
         else:
-            # The mean of a worker's n samples went into the whole with the weight n / total, and its squared norm is
-            # averaged with the same: the mean of 1/n is then the number of workers that have samples, over the total.
+            # The mean of a worker's n samples has the weight n / total in the whole, and its squared norm is averaged
+            # with the same weight: the mean of 1/n is then the number of workers with samples, over the total.
             start, stop = part(span.step_start, span.step_stop, self._world.rank, size)
             small, weight = total / min(total, size), total / (stop - start) if stop > start else 0.0
         if small >= total:
@@ -217,14 +217,14 @@ class NoiseScaleMeter:
         return [trace[0] * weight, trace[1] / size, square[0] * weight, square[1] / size]
 
     def _send(self) -> None:
-        """Add up the block and let it travel."""
+        """Start to sum the block over the workers."""
         if not self._block:
             return
         own, whole, rows = zip(*self._block, strict=True)
         self._block = []
         norms = torch.stack([torch.stack(own), torch.stack(whole)], dim=1).double()  # [steps, 2]
-        is_finite = torch.isfinite(norms[:, 1])  # where the loss scale was too large, on all workers alike
-        # Pinned, as the host would wait for the device otherwise.
+        is_finite = torch.isfinite(norms[:, 1])  # not if the loss scale was too large, which all workers know
+        # Pinned, so that the host does not wait for the device.
         factors = torch.tensor(rows, dtype=torch.float64, pin_memory=norms.is_cuda)
         factors = factors.to(norms.device, non_blocking=True).view(-1, 2, 2)
         estimates = (factors * norms.square()[:, None, :]).sum(dim=2)  # [steps, (trace, square)]
@@ -234,7 +234,7 @@ class NoiseScaleMeter:
         self._sent = block, work
 
     def _receive(self) -> None:
-        """Take in the block before, which has long arrived."""
+        """Add the previous block, which has long arrived."""
         if self._sent is None:
             return
         block, work = self._sent
@@ -244,35 +244,35 @@ class NoiseScaleMeter:
         self._sent = None
 
     def read(self) -> NoiseScale:
-        """The estimate as far as blocks have been taken in; waits for the device, and speaks to no other worker."""
+        """The estimate of all received blocks; waits for the device, without communication."""
         return estimate(self._moments.tolist())
 
     def state(self) -> list[float]:
-        """What a checkpoint keeps. It ends the block under way, so every worker must call it."""
+        """The state for a checkpoint. It ends the current block, so all workers call it."""
         self._receive()
         self._send()
         self._receive()
         return [float(value) for value in self._moments.tolist()]
 
     def take(self, state: Sequence[float]) -> None:
-        """Go on from what `state` gave, with any number of workers."""
+        """Resume from a `state`, with any number of workers."""
         self._norms, self._block, self._sent = [], [], None
         self._moments = torch.tensor(state, dtype=torch.float64, device=self._world.device)
 
 
 def begin_sum(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """Begin to sum a bucket of DDP's over the workers, in place."""
+    """Start to sum a bucket of DDP over the workers, in place."""
     future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all together."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
+    """The norm of all gradients together."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        alike.setdefault(gradient.dtype, []).append(gradient)
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
     norms: list[Tensor] = [
-        norm for dtype, group in alike.items() for norm in torch._foreach_norm(group, 2.0, _wide(dtype))
+        norm for dtype, group in by_dtype.items() for norm in torch._foreach_norm(group, 2.0, _wide(dtype))
     ]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

@@ -1,7 +1,7 @@
-"""Local SGD (Stich, arXiv 1805.09767): workers step by themselves and average their weights now and then.
+"""Local SGD (Stich, arXiv 1805.09767): workers step independently and average their weights every few steps.
 
-An outer optimizer may take their mean change as a gradient, with Nesterov's momentum (DiLoCo: Douillard et al., arXiv
-2311.08105). Each worker keeps the state of its own optimizer.
+An outer optimizer may use their mean change as a gradient, with Nesterov momentum (DiLoCo: Douillard et al., arXiv
+2311.08105). Each worker keeps its own optimizer state.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
-from stormo.parallel.coalesced import copy, means, share
+from stormo.parallel.coalesced import broadcast, copy, means
 from stormo.profiling.ranges import range_of
 from stormo.tasks.task import Task
 
-_MOST_AHEAD = 4  # steps: hides a slow round trip, and a stop signal is heard while there is time to save
+_MOST_AHEAD = 4  # steps: hides a slow round trip, and leaves time to save after a stop signal
 
 
 class Local(Strategy):
-    """One worker of several that step by themselves."""
+    """A worker with local updates."""
 
-    exposed_reason = "workers that step by themselves exchange no gradients"
+    measures_exposed_wait = False
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         super().__init__(world, plan, task, settings)
         rate, momentum = settings.optimizer.outer_lr, settings.optimizer.outer_momentum
         assert plan.averaging is not None
-        # An averaging waits for all anyway; one worker alone has nobody to be ahead of.
+        # An averaging waits for all workers anyway.
         self.staleness = min(plan.averaging.steps, _MOST_AHEAD) if world.size > 1 else 0
-        # Without these two the mean itself is taken, to the last bit.
+        # Without these two, the mean itself is used, to the last bit.
         self.outer = OuterOptimizer(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        share(self.world, [*model.parameters(), *model.buffers()])
+        broadcast(self.world, [*model.parameters(), *model.buffers()])
         return model
 
     def _total_items(self) -> Tensor:
-        """As if all had as many items as this worker: each steps with the mean over its own."""
+        """As if all had as many items as this worker: each steps with the mean over its own items."""
         return self.loss_weights.own * self.world.data.size
 
     def exchange_weights(self) -> None:
-        """Average the weights, where that is due."""
+        """Average the weights, if that is due."""
         clock = self.clock
         self.replicas_differ = not self._plan.is_averaging_due(clock.epoch, clock.step, clock.position)
         if self.replicas_differ:
@@ -59,21 +59,21 @@ class Local(Strategy):
                 self.outer.step(weights)
 
     def mean_weights(self) -> Iterator[Tensor]:
-        """The mean of each, where they differ."""
+        """The mean of each, if they differ."""
         weights = self.weights()
         return means(self.world, weights) if self.replicas_differ else iter(weights)
 
     def outer_state(self) -> dict[str, Tensor]:
-        """What the step after an averaging keeps."""
+        """Anchors and velocities of the outer optimizer."""
         if self.outer is None:
             return {}
-        names = [part.name for part in self.parts() if part.local.requires_grad]
+        names = [shard.name for shard in self.shards() if shard.local.requires_grad]
         kept = {"anchor": self.outer.anchors, "velocity": self.outer.velocities}
         return {f"{key}/{name}": t for key, each in kept.items() for name, t in zip(names, each, strict=bool(each))}
 
     @contextmanager
     def swap_in_mean_weights(self) -> Iterator[None]:
-        """Put the mean weights in the place of this worker's own."""
+        """Replace this worker's weights by the mean."""
         if not self.replicas_differ or self.world.size == 1:
             yield
             return
@@ -86,14 +86,14 @@ class Local(Strategy):
             copy(weights, own)
 
     def shards_changed(self) -> None:
-        """All workers have been given the same weights."""
+        """All workers have the same weights now."""
         self.replicas_differ = False
         if self.outer is not None:
-            self.outer.begin(self.weights())
+            self.outer.reset(self.weights())
 
 
 class OuterOptimizer:
-    """Steps from the last averaged weights, by the mean change of the workers since then."""
+    """Steps from the last averaged weights along the mean change of the workers since then."""
 
     def __init__(self, weights: Sequence[Tensor], rate: float, momentum: float) -> None:
         self._rate = rate
@@ -102,7 +102,7 @@ class OuterOptimizer:
         self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors] if momentum else []
 
     @torch.no_grad()
-    def begin(self, weights: Sequence[Tensor]) -> None:
+    def reset(self, weights: Sequence[Tensor]) -> None:
         """Start from these weights, without momentum."""
         torch._foreach_copy_(self.anchors, list(weights))
         for velocity in self.velocities:
@@ -110,7 +110,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor]) -> None:
-        """Take a step from weights that are the mean of all workers."""
+        """Step, given the mean weights of all workers, which are replaced."""
         if not self.anchors:
             return
         changes = torch._foreach_sub(self.anchors, list(weights))

@@ -1,8 +1,8 @@
 """The weight of a micro-batch's loss in its step.
 
-A mean over samples is weighed by samples, which are known beforehand. A mean over other items (tokens, unmasked pixels)
-is weighed by their count. Its total in a step is known only after the last micro-batch of all workers, so gradients of
-loss × count add up, and the sum is divided by the total before clipping.
+A mean over samples is weighted by samples, which are known beforehand. A mean over other items (tokens, unmasked
+pixels) is weighted by their count. The total of a step is known only after the last micro-batch of all workers, so
+gradients of loss × count are summed, and the sum is divided by the total before clipping.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from stormo.distributed.world import World
 from stormo.errors import SettingError
+from stormo.parallel.pytree import tree_tensors
 from stormo.tasks.returned import Count
 from stormo.tasks.task import Task
 
@@ -25,49 +25,49 @@ REASON = "the loss is no mean over samples"
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class Guard:
-    """Keeps a micro-batch without items out of the gradients: its mean is 0/0, and so is its gradient."""
+class EmptyBatchGuard:
+    """Keeps a micro-batch without items out of the gradients: its mean and its gradient are 0/0."""
 
     def __init__(self) -> None:
         self._outputs: list[Tensor] = []
 
     def watch(self, output: Any) -> None:
-        """Note what the model has returned, until the number of items is known."""
-        self._outputs += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        """Keep what the model has returned until the number of items is known."""
+        self._outputs += [tensor for tensor in tree_tensors(output) if tensor.requires_grad]
 
     def apply(self, has_items: Tensor | None) -> None:
-        """Let no gradient back into the outputs if there are no items; None where it is known that there are some."""
+        """Set the gradients of the outputs to 0 if there are no items; None if there certainly are some."""
         outputs, self._outputs = self._outputs, []
         if has_items is None:
             return
         for output in outputs:
-            # A second tensor, as a hook must not change the gradient that it is given: others may hold it.
+            # A new tensor: a hook must not change its gradient in place.
             output.register_hook(lambda gradient: torch.where(has_items, gradient, 0.0))
 
 
 class LossWeights:
-    """The weights of a task's losses, and the items of the step under way."""
+    """The weights of a task's losses, and the items of the current step."""
 
     def __init__(self, task: Task, world: World) -> None:
         self._task = task
         self._world = world
-        self.is_plain = task.loss_reduction == "mean"  # a mean over samples, as far as is known
-        self.has_counts: bool | None = None  # whether loss() gives counts, once a pass has shown it
+        self.is_plain = task.loss_reduction == "mean"  # a mean over samples, as far as known
+        self.has_counts: bool | None = None  # whether loss() returns counts; known after a first micro-batch
         # About the items of a step. Sums over items are divided by it at once, so that gradients are as large as those
-        # of a mean, which formats of 16 bits need; by a power of two nothing is rounded.
+        # of a mean, which 16-bit formats need. It is a power of two, so nothing is rounded.
         self._scale = 1.0
-        self._own = torch.zeros((), dtype=torch.float64, device=world.device)  # items of this worker's passes
-        self._total: Tensor | None = None  # items of the step just done
+        self._own = torch.zeros((), dtype=torch.float64, device=world.device)  # items of this worker in the step
+        self._total: Tensor | None = None  # items of the last step
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         if self.has_counts is not False:
             self._own.zero_()
 
     @contextmanager
-    def guarded(self, model: nn.Module) -> Iterator[Guard]:
-        """While it holds, the model's outputs are watched by the guard."""
-        guard = Guard()
+    def guarded(self, model: nn.Module) -> Iterator[EmptyBatchGuard]:
+        """Inside it, the guard sees the model's outputs."""
+        guard = EmptyBatchGuard()
         if self.has_counts is False:
             yield guard
             return
@@ -77,14 +77,16 @@ class LossWeights:
         finally:
             hook.remove()
 
-    def weigh(self, loss: Tensor, count: Count | None, weight: float, guard: Guard) -> tuple[Tensor, float | Tensor]:
-        """The loss, and its factor in the sum over the passes of all workers.
+    def weigh(
+        self, loss: Tensor, count: Count | None, weight: float, guard: EmptyBatchGuard
+    ) -> tuple[Tensor, float | Tensor]:
+        """The loss, and its factor in the sum over the micro-batches of all workers.
 
         Args:
             loss: as the task returned it.
             count: likewise.
-            weight: this pass's share of the samples of its step; 0 for a stand-in.
-            guard: of the outputs that the loss was made of.
+            weight: this micro-batch's share of the samples of its step; 0 for padding.
+            guard: of the outputs behind the loss.
         """
         self.require_alike(count is not None)
         if count is None:
@@ -103,7 +105,7 @@ class LossWeights:
         return torch.where(has_items, loss, 0.0), (count / self._scale).to(wide)
 
     def require_alike(self, has_count: bool) -> None:
-        """Refuse a task that gives counts in some passes only."""
+        """Refuse a task that returns counts for some micro-batches only."""
         if self.has_counts is None:
             self.has_counts = has_count
             self.is_plain = self.is_plain and not has_count
@@ -111,45 +113,44 @@ class LossWeights:
             raise mixed(self._task)
 
     def take(self, own: Tensor) -> None:
-        """Take over the items so far, as another worker of this copy of the model has counted them."""
+        """Set the items so far, as counted by another worker of this replica."""
         self._own.copy_(own)
 
     @property
     def own(self) -> Tensor:
-        """The items of this worker's passes in the step so far."""
+        """The items of this worker in the step so far."""
         return self._own
 
-    def agree(self, num_passes: int) -> None:
-        """After a first pass: see that all workers count or none, and how many items a step has. All call it."""
-        said = torch.tensor([float(bool(self.has_counts)), 1.0, 0.0], dtype=torch.float64)
-        said[2] = self._own.cpu()
-        counting, all_of_them, items = self._world.data.sum(said.to(self._world.device)).tolist()
-        if 0 < counting < all_of_them:
+    def agree(self, num_micro_batches: int) -> None:
+        """After a first micro-batch: check that all workers count or none, and set the scale. All workers call it."""
+        own = torch.tensor([float(bool(self.has_counts)), 1.0, 0.0], dtype=torch.float64)
+        own[2] = self._own.cpu()
+        num_counting, num_workers, items = self._world.data.sum(own.to(self._world.device)).tolist()
+        if 0 < num_counting < num_workers:
             raise mixed(self._task)
-        if counting and items > 0:
-            self._scale = 2.0 ** round(math.log2(items * num_passes))
+        if num_counting and items > 0:
+            self._scale = 2.0 ** round(math.log2(items * num_micro_batches))
 
     def divide(self, gradients: Iterable[Tensor], total: Tensor) -> None:
-        """Make gradients of a mean of what the passes have added up; `total` is the number of all items."""
+        """Divide the summed gradients by `total`, the number of all items."""
         self._total = total
         factor = torch.where(total > 0, self._scale / total, 0.0)
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
             if gradient.layout is not torch.strided or gradient.dtype in _HALVES:
-                # On a GPU a factor without dimensions takes the type of the gradient, and 16 bits would be too coarse.
+                # On a GPU a 0-dim factor takes the dtype of the gradient, and 16 bits would be too coarse.
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 product = gradient.to(wide) * factor.to(gradient.device, wide)
                 gradient.copy_(product.to(gradient.dtype))
             else:
-                alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), group in alike.items():
+                by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), group in by_kind.items():
             torch._foreach_mul_(group, factor.to(device, dtype))
 
     def of_step(self, part: Tensor, num_samples: int) -> tuple[Tensor, Tensor, float | Tensor]:
-        """What the passes of a step that is done come to on this worker.
+        """This worker's parts of the last step: of the mean loss, of the loss summed over items, and of the items.
 
-        Its part of the mean loss of the step, its part of the loss summed over items, and of the number of items. Added
-        up over the workers each is that of the step.
+        Summed over the workers, each is that of the step.
         """
         if self.has_counts:
             assert self._total is not None
@@ -163,9 +164,9 @@ class LossWeights:
 
 
 def mixed(task: Task) -> SettingError:
-    """A task that gives counts and does not."""
+    """The error for a task that returns counts for some losses only."""
     return SettingError(
         f"{type(task).__name__}.loss() returned a count with one loss and none with another",
-        "losses are weighed by their counts, or all by samples",
+        "losses are weighted by their counts, or all by samples",
         "return (loss, count) for every batch",
     )

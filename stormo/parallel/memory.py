@@ -1,6 +1,6 @@
-"""How much memory a worker may take, and how much it has taken: on its GPUs, or on the host.
+"""How much memory a worker can use, and how much it has used: on its GPUs or on the host.
 
-A GPU says when it is full, so every size can be tried there. On a host the kernel kills a process that takes too much,
+A full GPU raises an error, so every size can be tried there. On a host the kernel kills a process that uses too much,
 so a size is tried only if the last one suggests that it is safe.
 """
 
@@ -17,10 +17,10 @@ import torch
 from stormo.distributed.world import World
 from stormo.system.hardware import GPU_SHARE
 
-HOST_SHARE = 0.5  # of what is free on the host for each of its workers
+HOST_SHARE = 0.5  # of the free host memory of each worker
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Where a control group (of a container, or of a batch job) says what it may hold and what it holds: version 2, then 1.
+# Limit and usage of a control group (of a container or a batch job): version 2, then 1.
 _GROUP_FILES = {
     "": (_CGROUPS, "memory.max", "memory.current"),
     "memory": (_CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -28,40 +28,40 @@ _GROUP_FILES = {
 
 
 class Memory(ABC):
-    """The memory of one worker; `room_bytes` is all that its passes could have."""
+    """The memory of one worker; `room_bytes` is all that a step could use."""
 
     room_bytes: int
 
     @abstractmethod
     def clear(self) -> None:
-        """Give back what is held for later use, and forget how much was held before."""
+        """Free caches, and reset the peak."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The most that was held since `clear`."""
+        """The peak since `clear`."""
 
     def expect(self, size: int, last_size: int, last_bytes: int) -> int | None:
-        """The bytes that a pass of this size would need, where that forbids to try it."""
+        """The expected bytes of this size if it must not be tried, else None."""
         return None
 
     def is_enough(self, peak_bytes: int) -> bool:
-        """Whether a pass that has succeeded leaves the margin."""
+        """Whether this peak leaves the margin."""
         return True
 
 
 class GpuMemory(Memory):
-    """What the allocator takes of the GPUs of a worker."""
+    """What the allocator uses of a worker's GPUs."""
 
     def __init__(self, devices: Sequence[torch.device], num_sharers: int) -> None:
         self._devices = devices
         self.clear()
-        # What other programs hold, and what CUDA needs for itself, is not free; what is free is shared.
+        # Without what other programs and CUDA itself use; workers on one GPU share the rest.
         self.room_bytes = min(
             torch.cuda.memory_reserved(device) + torch.cuda.mem_get_info(device)[0] // num_sharers for device in devices
         )
 
     def clear(self) -> None:
-        """Give back cached memory; the counters start anew."""
+        """Free cached memory, and reset the peak."""
         gc.collect()
         torch.cuda.empty_cache()
         for device in self._devices:
@@ -77,7 +77,7 @@ class GpuMemory(Memory):
 
 
 class HostMemory(Memory):
-    """By how much this process grows."""
+    """The growth of this process."""
 
     def __init__(self, num_sharers: int) -> None:
         self.clear()
@@ -85,26 +85,26 @@ class HostMemory(Memory):
         self.room_bytes = free_host_bytes() // num_sharers
 
     def clear(self) -> None:
-        """Collect garbage and let the kernel forget the peak, where it does so."""
+        """Collect garbage, and let the kernel reset the peak if it can."""
         gc.collect()
         with contextlib.suppress(OSError):
             (_PROC / "self" / "clear_refs").write_text("5")
 
     def peak_bytes(self) -> int:
-        """The growth since before the first try: an allocator may keep what an earlier one has freed."""
+        """The growth since before the first try: an allocator may keep freed memory."""
         return max(0, _own_bytes("VmHWM") - self._before_bytes)
 
     def expect(self, size: int, last_size: int, last_bytes: int) -> int | None:
-        """As much more as the size is larger, where that is above half of what is free."""
+        """The last bytes scaled by size, if that is above half of what is free."""
         expected = last_bytes * size // last_size
         return expected if expected > HOST_SHARE * self.room_bytes else None
 
 
 def memory_of(world: World, devices: Sequence[torch.device]) -> Memory:
-    """The memory of this worker on the devices it computes on, taken while all are at rest. All workers call it."""
+    """The memory of this worker on its devices, measured while all workers are idle. All workers call it."""
     if world.device.type != "cuda":
         world.barrier()
-        memory: Memory = HostMemory(world.place.local_size)
+        memory: Memory = HostMemory(world.rank_info.local_size)
     else:
         # Workers under Gloo may share a GPU on purpose.
         own = str(torch.cuda.get_device_properties(world.device).uuid)
@@ -115,7 +115,7 @@ def memory_of(world: World, devices: Sequence[torch.device]) -> Memory:
 
 
 def free_host_bytes() -> int:
-    """What this process could still take of the host's memory, and of what its control groups allow."""
+    """The host memory that this process can still use, within the limits of its control groups."""
     (available,) = (line for line in (_PROC / "meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
     return max(0, min([int(available.split()[1]) * 1024, *_free_in_groups()]))
 
@@ -137,7 +137,7 @@ def _free_in_groups() -> Iterator[int]:
 
 
 def _reclaimable_bytes(folder: Path) -> int:
-    """File contents that the kernel keeps for later use and gives up first."""
+    """The page cache, which the kernel frees first."""
     fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 

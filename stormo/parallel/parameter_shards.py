@@ -1,7 +1,7 @@
-"""The shards that a worker holds of the model: the tensor that the optimizer steps, and its place in the parameter.
+"""The shards of the model on a worker: the tensors that the optimizer steps, and their offsets in whole parameters.
 
-The optimizer sees plain tensors under every strategy. A shard is a box of a whole parameter: offsets and a shape. The
-axis tensor cuts first, and the axis shard cuts the rows of what is left.
+The optimizer sees plain tensors under every strategy. A shard is a chunk of a whole parameter: offsets and a shape. The
+axis tensor cuts first, and the axis shard cuts the rows of the result.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterShard:
-    """A box of one whole parameter, on this worker."""
+    """The chunk of a parameter that this worker steps."""
 
-    name: str  # of the whole parameter, as one process has it
+    name: str  # of the whole parameter
     whole_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # where the box begins, for each dimension
-    local: nn.Parameter  # what the optimizer steps: of the shape of the box, perhaps empty
+    offset: tuple[int, ...]  # of the chunk in the whole parameter, for each dimension
+    local: nn.Parameter  # what the optimizer steps: of the shape of the chunk, which may be empty
     is_counted: bool  # true on one rank per replica of the model, so that norms count a shard once
-    is_saved: bool  # true on one rank of all, which writes it
+    is_saved: bool  # true on one rank of all, which writes it to a checkpoint
 
     def of(self, whole: Tensor) -> Tensor:
-        """The box of a tensor that is as large as the whole parameter."""
-        return box(whole, self.offset, self.local.shape)
+        """The chunk of a tensor of the whole parameter's shape."""
+        return chunk_of(whole, self.offset, self.local.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalParameter:
-    """A parameter of the model on this worker, and which box of the whole one it is."""
+    """A parameter of the model on this worker, and which chunk of the whole one it is."""
 
     name: str
     parameter: nn.Parameter
     whole_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    is_first: bool  # whether no worker before this one, along the axis tensor, holds the same
+    is_first: bool  # whether no earlier worker along the axis tensor holds the same
 
     @property
     def tensor(self) -> Tensor:
@@ -55,33 +55,33 @@ class LocalParameter:
         return plain(self.parameter)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The box of a tensor that is as large as the whole parameter."""
-        return box(whole, self.offset, self.shape)
+        """The chunk of a tensor of the whole parameter's shape."""
+        return chunk_of(whole, self.offset, self.shape)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """What this worker holds of a tensor, which may be a DTensor."""
+    """The local values of a tensor, which may be a DTensor."""
     if not _is_dtensor(tensor):
         return tensor.detach()
-    with torch.no_grad():  # no function of autograd around it
+    with torch.no_grad():  # without an autograd function around it
         return tensor.to_local()
 
 
 def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Without an import of its module, which takes a second."""
+    """Whether it is a DTensor, without importing its module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def box(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A box of a tensor, in its memory."""
+def chunk_of(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """A chunk of a tensor, in its memory."""
     for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole
 
 
-def chunk(size: int, index: int, count: int) -> tuple[int, int]:
-    """Start and length of a part when rows are cut as torch cuts them: equal ones, the last shorter or empty."""
+def chunk_range(size: int, index: int, count: int) -> tuple[int, int]:
+    """Start and length of a chunk of rows as torch cuts them: equally long, the last ones shorter or empty."""
     step = -(-size // count)
     start = min(index * step, size)
     return start, min(step, size - start)
@@ -90,18 +90,18 @@ def chunk(size: int, index: int, count: int) -> tuple[int, int]:
 def local_parameters(
     parameters: Iterable[tuple[str, nn.Parameter]],
     whole_shapes: Mapping[str, tuple[int, ...]],
-    cuts: Mapping[str, ShardSpec],
-    grid: ParallelDims,
+    specs: Mapping[str, ShardSpec],
+    dims: ParallelDims,
 ) -> list[LocalParameter]:
-    """The place of every parameter of this worker; DTensors hold rows of what the axis tensor has left."""
+    """The parameters of this worker; DTensors hold rows of what the axis tensor leaves."""
     found = []
     for name, parameter in parameters:
-        whole, cut = whole_shapes[name], cuts.get(name)
+        whole, spec = whole_shapes[name], specs.get(name)
         offset, shape = [0] * len(whole), list(whole)
-        if cut is not None:
-            offset[cut.dim], shape[cut.dim] = cut.start, parameter.shape[cut.dim]
+        if spec is not None:
+            offset[spec.dim], shape[spec.dim] = spec.start, parameter.shape[spec.dim]
         if _is_dtensor(parameter):
-            start, shape[0] = chunk(shape[0], grid.at["shard"], grid.mesh.shard)
+            start, shape[0] = chunk_range(shape[0], dims.at["shard"], dims.mesh.shard)
             offset[0] += start
         found.append(
             LocalParameter(
@@ -110,21 +110,16 @@ def local_parameters(
                 whole_shape=whole,
                 offset=tuple(offset),
                 shape=tuple(shape),
-                is_first=cut is not None or grid.at["tensor"] == 0,
+                is_first=spec is not None or dims.at["tensor"] == 0,
             )
         )
     return found
 
 
 def whole_shard(name: str, tensor: nn.Parameter, *, is_counted: bool, is_saved: bool) -> ParameterShard:
-    """A parameter that is not cut."""
+    """A parameter that is not sharded."""
     shape = tuple(tensor.shape)
     offset = (0,) * tensor.ndim
     return ParameterShard(
         name=name, whole_shape=shape, offset=offset, local=tensor, is_counted=is_counted, is_saved=is_saved
     )
-
-
-def as_shard_parameter(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter in the memory of a tensor."""
-    return nn.Parameter(tensor.detach(), requires_grad=requires_grad)

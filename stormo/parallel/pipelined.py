@@ -1,7 +1,7 @@
-"""Pipeline parallelism: layers in stages, which micro-batches go through one after the other.
+"""Pipeline parallelism: the layers in stages, through which micro-batches go one after the other.
 
-The task's `loss(model, batch)` stays what it is: it is called up to the model for the inputs of the first stage, and
-around the output of the last one for the loss. Along the other axes a stage is sharded as a whole model is in `fsdp`.
+The task's `loss(model, batch)` is called once for the inputs of the first stage, and once with the output of the last
+stage for the loss. Along the other axes a stage is sharded as `fsdp` shards a whole model.
 """
 
 from __future__ import annotations
@@ -14,87 +14,85 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from stormo.config.plan.sharding import STAGES_PER_WORKER
+from stormo.config.plan.parallelism import STAGES_PER_WORKER
 from stormo.data.batches import batch_length, cut
 from stormo.data.generators import host_states
 from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
+from stormo.layers.sync_batch_norm import BatchNormBase
 from stormo.parallel.fsdp import Sharded, compose
-from stormo.parallel.loss_weights import Guard
-from stormo.parallel.meta_init import sample_batch
-from stormo.parallel.pipeline.bubble import Span, idle_share, predicted_bubble
-from stormo.parallel.pipeline.capture import model_inputs, with_output
+from stormo.parallel.loss_weights import EmptyBatchGuard
+from stormo.parallel.meta_init import sample_batch, temporary_weights
 from stormo.parallel.pipeline.engine import Engine
-from stormo.parallel.pipeline.lend import lent
-from stormo.parallel.pipeline.orders import stages_of
-from stormo.parallel.pipeline.pieces import Pieces, StageModule, find_pieces, keep_only
-from stormo.parallel.pipeline.split import check_same, into_stages, measured_costs
-from stormo.parallel.pipeline.watching import Watch
+from stormo.parallel.pipeline.loss_capture import model_inputs, stand_in, with_output
+from stormo.parallel.pipeline.partition import check_pieces, into_stages, measured_costs
+from stormo.parallel.pipeline.schedules import Span, idle_share, predicted_bubble, worker_stages
+from stormo.parallel.pipeline.split_points import Pieces, StageModule, find_pieces, keep_only
+from stormo.parallel.pipeline.stage import ScheduleTrace
 from stormo.parallel.tensor.layers import ShardSpec
 from stormo.tasks.returned import read_loss
 
-_WATCHED_PASS = 3  # the first ones are slower than all later ones
-_MOST_CHECKED = 50_000_000  # parameters of a model whose pieces are compared with it: it is whole in memory then
+_TRACED_BATCH = 3  # the first ones are slower than all later ones
+_MOST_CHECKED = 50_000_000  # parameters of a model whose pieces are compared with it, for which it is whole in memory
 _BUCKET_BYTES = 25 * 2**20  # of gradients that are averaged together
-_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, NormAct)
 
 
 class Pipelined(Sharded):
     """One worker of a mesh with the axis pipeline."""
 
     def _transform(self, model: nn.Module) -> dict[str, ShardSpec]:
-        plan, grid = self._plan, self.world.grid
-        self._line = grid.line("pipeline")
+        plan, dims = self._plan, self.world.parallel_dims
+        self._pipeline = dims.subgroup("pipeline")
         self._schedule = plan.layout.spec.schedule or self._settings.sharding.schedule
         per_worker = 1 if plan.layout.spec.schedule else STAGES_PER_WORKER[self._schedule]
-        self._num_stages = per_worker * self._line.size
+        self._num_stages = per_worker * self._pipeline.size
         pieces = self._find_pieces(model)
         stages = into_stages(pieces, self._num_stages, lambda: self._costs(pieces))
-        self._numbers = stages_of(self._line.rank, self._line.size, self._num_stages)
+        self._numbers = worker_stages(self._pipeline.rank, self._pipeline.size, self._num_stages)
         self._stages = [StageModule(stages[number]) for number in self._numbers]
         self.notices += self._batch_norm_notice(model)
-        cuts = compose(model, self._stages, plan, self._settings, self.task, grid)
+        specs = compose(model, self._stages, plan, self._settings, self.task, dims)
         keep_only(model, [piece for number in self._numbers for piece in stages[number]], pieces)
-        return cuts
+        return specs
 
     def _find_pieces(self, model: nn.Module) -> Pieces:
-        """How the model is cut, by the task or by what one call of it shows."""
+        """The pieces of the model, from the task or from one call of the model."""
         name, plan = type(self.task).__name__, self._plan
-        batch = sample_batch(self.task, max(1, plan.batch_per_pass // plan.micro_batches), self.world.device)
+        batch = sample_batch(self.task, max(1, plan.micro_batch_size // plan.micro_batches), self.world.device)
         before = self._random_state()
-        self._call = model_inputs(lambda stand_in: self.task.loss(stand_in, batch), model, f"{name}.loss")
+        self._call = model_inputs(lambda model: self.task.loss(model, batch), model, f"{name}.loss")
         if self._random_state() != before:
             raise SettingError(
                 f"{name}.loss draws random numbers before it calls the model",
-                "in a pipeline it is called once for the inputs and once more for the loss, which would draw others",
+                "a pipeline calls it once for the inputs and once for the loss, and the second call would draw others",
                 "draw them in the model's forward, or take those of augment",
             )
         given = self.task.pieces(model)
         pieces = find_pieces(model, given, name=name, call=self._call)
         is_small = sum(parameter.numel() for parameter in model.parameters()) <= _MOST_CHECKED
         if given is not None and is_small and self.world.is_main:
-            with lent([model], self.world.device):
-                check_same(model, pieces, self._call, self.world.device)
-        own = [place for piece in pieces.items for place in piece.own]
-        if self._zero and any(attribute in module._parameters for module, attribute in own):
+            with temporary_weights([model], self.world.device):
+                check_pieces(model, pieces, self._call, self.world.device)
+        direct = [getattr(module, name) for piece in pieces.items for module, name in piece.direct]
+        if self._zero and any(isinstance(tensor, nn.Parameter) for tensor in direct):
             raise SettingError(
-                f"{name}.model() has parameters that forward takes from the model itself",
-                "sharded stages gather the weights of the modules that they call",
+                f"the forward of {name}.model() uses parameters of the model itself",
+                "sharded stages gather only the weights of modules that they call",
                 f"put them into a module, or leave out the axis shard, or give {name} a pieces(model)",
             )
         return pieces
 
     def _random_state(self) -> str:
-        """Where all generators are that a loss may draw from."""
+        """The state of all generators that a loss may draw from."""
         device = self.world.device
         on_gpu = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
         numbers, *others = host_states()
-        return repr((numbers.tolist(), on_gpu, *((kind, list(words), *rest) for kind, words, *rest in others)))
+        return repr((numbers.tolist(), on_gpu, *((kind, list(state), *rest) for kind, state, *rest in others)))
 
     def _costs(self, pieces: Pieces) -> list[float]:
-        """Seconds of each piece, as the main worker measures them."""
+        """Seconds of each piece, as rank 0 measures them."""
         costs: list[float] = []
         if self.world.is_main:
             with self.autocast():
@@ -102,8 +100,9 @@ class Pipelined(Sharded):
         return [float(cost) for cost in self.world.broadcast_object(costs)]
 
     def _batch_norm_notice(self, model: nn.Module) -> list[str]:
-        size = self._plan.batch_per_pass // self._plan.micro_batches
-        if self._plan.micro_batches == 1 or not any(isinstance(layer, _BATCH_NORMS) for layer in model.modules()):
+        size = self._plan.micro_batch_size // self._plan.micro_batches
+        has_batch_norms = any(isinstance(layer, BatchNormBase | NormAct) for layer in model.modules())
+        if self._plan.micro_batches == 1 or not has_batch_norms:
             return []
         return [f"In a pipeline batch norm takes its statistics over micro-batches, here of {size} samples."]
 
@@ -111,72 +110,75 @@ class Pipelined(Sharded):
         return list(self._stages)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        # Where stages speak with those of other samples in every micro-batch, all must have equally many.
-        self._is_in_step = self.world.data.size > 1 and (self._zero > 0 or self._settings.speed.sync_batch_norm)
+        # Data-parallel stages that exchange tensors in every micro-batch must have equally many of them.
+        self._is_synchronized = self.world.data.size > 1 and (self._zero > 0 or self._settings.speed.sync_batch_norm)
         for stage in self._stages if self._zero in (1, 2) else ():
             assert isinstance(stage, FSDPModule)
             stage.set_reshard_after_backward(False)
-        self._engine = Engine(
+        engine = self._engine = Engine(
             self._stages,
             self._numbers,
             num_stages=self._num_stages,
-            line=self._line,
+            group=self._pipeline,
             device=self.world.device,
             schedule=self._schedule,
             num_micro_batches=self._plan.micro_batches,
-            in_step=self.world.data if self._is_in_step else None,
+            synchronized=self.world.data if self._is_synchronized else None,
         )
-        self._is_even = True  # whether all take equally many samples in the pass under way
-        self._judged = _through(self._engine, model, 1 if self._is_in_step else None)
-        self._num_full = 0  # passes of a full batch
-        self.spans: list[Span] | None = None  # what the workers of this line did in one pass
+        self._is_even = True  # whether all workers have equally many samples in this micro-step
+        count = 1 if self._is_synchronized else None
+        self._validated = stand_in(model, lambda *args, **kwargs: engine.forward(args, kwargs, count=count))
+        self._num_full = 0  # micro-steps of full batches
+        self.spans: list[Span] | None = None  # actions of the workers of this pipeline in one micro-step
         return model
 
     @property
     def validated(self) -> nn.Module:
-        """The model as a validation calls it: a call goes through all stages, and its output to all workers."""
-        return self._judged
+        """The model as a validation calls it: a call runs all stages, and all workers get the output."""
+        return self._validated
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext()  # a stage exchanges its gradients in the backward of its last micro-batch
 
     def micro_step(self, batch: Batch) -> Tensor:
-        """Add this pass's part of the global batch's mean-loss gradient; return its part of that loss, detached."""
+        """As on one device, through all stages."""
         self._num_full += self._is_full(batch)
         self._is_even = batch.span.step_samples % (self.world.data.size * self._plan.accumulate) == 0
         return super().micro_step(batch)
 
-    def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
+    def _forward_backward(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         task, method = self.task, f"{type(self.task).__name__}.loss"
-        args, kwargs = model_inputs(lambda stand_in: task.loss(stand_in, data), self.module, method)
+        args, kwargs = model_inputs(lambda model: task.loss(model, data), self.module, method)
         num_samples = batch_length(data)
-        count = self._engine.num_micro_batches(num_samples) if self._is_even or not self._is_in_step else 1
+        count = self._engine.num_micro_batches(num_samples) if self._is_even or not self._is_synchronized else 1
         size = num_samples // count
         before = self.loss_weights.own.clone()
         seen = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        knows_counts = self.loss_weights.has_counts is not None
+        knew_counts = self.loss_weights.has_counts is not None
 
         def loss_of(output: Any, number: int) -> Tensor:
-            part, guard = cut(data, number * size, (number + 1) * size), Guard()
+            part, guard = cut(data, number * size, (number + 1) * size), EmptyBatchGuard()
             guard.watch(output)
-            found = with_output(lambda stand_in: task.loss(stand_in, part), output, self.module, method)
+            found = with_output(lambda model: task.loss(model, part), output, self.module, method)
             loss, factor = self.loss_weights.weigh(*read_loss(task, found), weight / count, guard)
             seen.add_(loss.detach() * factor)
             return self.scaler.scale(loss * (factor * self.world.data.size))
 
-        self._watch_pass()
+        if self._num_full == _TRACED_BATCH and self.spans is None:
+            self._engine.trace = ScheduleTrace(self._pipeline, self.world.device)
         with self.autocast():
             self._engine.forward_backward(args, loss_of, kwargs, count=count)
-        self._see_pass()
+        if self._engine.trace is not None:
+            self.spans, self._engine.trace = self._engine.trace.gather(), None
         if self._zero in (1, 2):
-            self._reshard()  # weights stay gathered for the micro-batches of a pass
-        # Only the last stage has seen the losses and their counts.
+            self._reshard()  # weights stay gathered for all micro-batches
+        # Only the last stage has the losses and their counts.
         has_counts = torch.full_like(seen, float(bool(self.loss_weights.has_counts)))
-        told = self._line.sum(torch.stack([seen, self.loss_weights.own - before, has_counts]))
-        self.loss_weights.take(before + told[1])
-        if not knows_counts:
-            self.loss_weights.require_alike(bool(told[2]))
-        return told[0] * self._loss_share
+        sums = self._pipeline.sum(torch.stack([seen, self.loss_weights.own - before, has_counts]))
+        self.loss_weights.take(before + sums[1])
+        if not knew_counts:
+            self.loss_weights.require_alike(bool(sums[2]))
+        return sums[0] * self._loss_share
 
     def _collect_gradients(self) -> None:
         if not self._zero:
@@ -184,8 +186,8 @@ class Pipelined(Sharded):
         super()._collect_gradients()
 
     def _reached(self) -> list[Tensor]:
-        """The gradients of this worker's stages; zeros where only passes of others have reached a parameter."""
-        trained = [one.parameter for one in self._held if one.parameter.requires_grad]
+        """The gradients of this worker's stages; zeros where only data-parallel peers have one."""
+        trained = [one.parameter for one in self._locals if one.parameter.requires_grad]
         if self.task.find_unused and trained:
             is_reached = torch.tensor([float(parameter.grad is not None) for parameter in trained])
             for parameter, is_anywhere in zip(trained, self.world.data.max(is_reached).tolist(), strict=True):
@@ -194,24 +196,14 @@ class Pipelined(Sharded):
         return [parameter.grad for parameter in trained if parameter.grad is not None]
 
     def without_gradient(self) -> list[str]:
-        """The trained parameters of this worker's stages that the pass just done has not reached."""
-        return [one.name for one in self._held if one.parameter.requires_grad and one.parameter.grad is None]
-
-    # What the schedule came to
-
-    def _watch_pass(self) -> None:
-        if self._num_full == _WATCHED_PASS and self.spans is None:
-            self._engine.watch = Watch(self._line, self.world.device)
-
-    def _see_pass(self) -> None:
-        if self._engine.watch is not None:
-            self.spans, self._engine.watch = self._engine.watch.gather(), None
+        """The trained parameters of this worker's stages without a gradient."""
+        return [one.name for one in self._locals if one.parameter.requires_grad and one.parameter.grad is None]
 
     def pipeline_trace(self) -> dict[str, Any] | None:
-        """One pass of the main worker's line, and the idle share of its workers beside what the schedule must have."""
+        """One micro-step of rank 0's pipeline, with the measured and the predicted idle share."""
         if self.spans is None:
             return None
-        workers, count = self._line.size, 1 + max(span.micro_batch for span in self.spans)
+        workers, count = self._pipeline.size, 1 + max(span.micro_batch for span in self.spans)
         return {
             "schedule": self._schedule,
             "num_stages": self._num_stages,
@@ -222,22 +214,10 @@ class Pipelined(Sharded):
         }
 
 
-def _through(engine: Engine, model: nn.Module, count: int | None) -> nn.Module:
-    """An instance of the model's own class that shares all with it but the call."""
-
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return engine.forward(args, kwargs, count=count)
-
-    kind: Any = type(type(model).__name__, (type(model),), {"__call__": call, "forward": call})
-    found: nn.Module = object.__new__(kind)
-    object.__setattr__(found, "__dict__", model.__dict__)
-    return found
-
-
 @torch.no_grad()
-def average(gradients: Sequence[Tensor], line: SubGroup) -> None:
-    """The mean of every gradient over the workers of a line, in place, some at a time."""
-    if line.size == 1:
+def average(gradients: Sequence[Tensor], group: SubGroup) -> None:
+    """The mean of every gradient over a group, in place, in buckets."""
+    if group.size == 1:
         return
     waiting = list(gradients)
     while waiting:
@@ -245,6 +225,6 @@ def average(gradients: Sequence[Tensor], line: SubGroup) -> None:
         while waiting and waiting[0].dtype == first.dtype and (not some or num_bytes < _BUCKET_BYTES):
             some.append(waiting.pop(0))
             num_bytes += some[-1].nbytes
-        flat = line.sum(torch.cat([gradient.reshape(-1) for gradient in some])).div_(line.size)
+        flat = group.sum(torch.cat([gradient.reshape(-1) for gradient in some])).div_(group.size)
         for gradient, mean in zip(some, flat.split([g.numel() for g in some]), strict=True):
             gradient.copy_(mean.view_as(gradient))

@@ -1,8 +1,8 @@
-"""Parameter servers: workers send their gradients to some of them, which keep and step a part of the weights each.
+"""Parameter servers: some workers are also servers, which store and step a part of the weights each.
 
 With `--staleness 0` a step waits for all workers and equals that of `ddp`. With staleness K a server steps as gradients
-come (stale synchronous parallel, Ho et al., NIPS 2013), and the loop's vote, read K - 1 steps late, keeps the workers
-within K steps. Servers keep weights and optimizer state in host memory.
+arrive (stale synchronous parallel, Ho et al., NIPS 2013), and the loop's vote, read K - 1 steps late, keeps the workers
+within K steps. Servers store weights and optimizer state in host memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from stormo.config.plan import Plan
 from stormo.data.loaders import Batch
 from stormo.distributed.store import PeerFailedError, is_secondary
 from stormo.distributed.world import World
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.layers.sync_batch_norm import local_statistics
-from stormo.optim.local import check_elementwise, to_local_params
+from stormo.optim.sharded import check_elementwise, to_local_params
 from stormo.optim.table import start_momentum
 from stormo.parallel.base import Strategy
-from stormo.parallel.coalesced import share
+from stormo.parallel.coalesced import broadcast
 from stormo.parallel.gradient_noise import total_norm
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
 from stormo.parallel.server_transport import (
@@ -37,7 +37,7 @@ from stormo.parallel.server_transport import (
     ServerState,
     ServerTransport,
     SyncServer,
-    deal,
+    assign,
 )
 from stormo.tasks.task import Task
 
@@ -45,7 +45,7 @@ from stormo.tasks.task import Task
 class Server(Strategy):
     """A worker, which may be a server too."""
 
-    exposed_reason = "it is watched under ddp alone"
+    measures_exposed_wait = False
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         super().__init__(world, plan, task, settings)
@@ -55,43 +55,39 @@ class Server(Strategy):
         if len(trained) < workers.servers:
             raise SettingError(
                 f"--servers {workers.servers} was set",
-                f"the model has {counted(len(trained), 'tensor')} to train, and each is kept whole by one server",
+                f"the model has {pluralize(len(trained), 'tensor')} to train, and each is stored whole by one server",
                 f"set --servers {max(len(trained), 1)} or fewer",
             )
-        self._check_optimizer()
-        share(world, [*self.module.parameters(), *self.module.buffers()])
-        dealt = deal([parameter.nbytes for _, parameter in trained], workers.servers)
-        self._dealt = [[trained[number] for number in numbers] for numbers in dealt]
+        if workers.servers > 1:
+            check_elementwise(self.optimizer, "each server would step some of the tensors", "tensor", "set --servers 1")
+        broadcast(world, [*self.module.parameters(), *self.module.buffers()])
+        numbers_of = assign([parameter.nbytes for _, parameter in trained], workers.servers)
+        self._assigned = [[trained[number] for number in numbers] for numbers in numbers_of]
         self._messages = [
             ServerMessage([parameter for _, parameter in named], is_pinned=world.device.type == "cuda")
-            for named in self._dealt
+            for named in self._assigned
         ]
-        self._post = ServerTransport(world)
+        self._transport = ServerTransport(world)
         self._server = self._make_server()
-        self._ages_before: Counter[int] = Counter()  # of attempts of the run before this one
-        self._ages: Counter[int] = Counter()  # of all servers since, on the main worker, as far as they are told
-
-    def _check_optimizer(self) -> None:
-        if self._settings.workers.servers == 1:
-            return
-        check_elementwise(self.optimizer, "each server would step some of the tensors", "tensor", "set --servers 1")
+        self._ages_before: Counter[int] = Counter()  # of earlier attempts of the run
+        self._ages: Counter[int] = Counter()  # of all servers since, on rank 0
 
     def _make_server(self) -> ServerState | None:
-        """This worker as a server, where it is one, and its optimizer over what it keeps."""
+        """This worker as a server, if it is one; its optimizer then steps the stored tensors."""
         kept: dict[Tensor, nn.Parameter] = {}
-        if self.world.rank < len(self._dealt):
-            for _, parameter in self._dealt[self.world.rank]:
+        if self.world.rank < len(self._assigned):
+            for _, parameter in self._assigned[self.world.rank]:
                 on_host = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(parameter.detach())
                 kept[parameter] = nn.Parameter(on_host)
         to_local_params(self.optimizer, {parameter: kept.get(parameter) for parameter in self.module.parameters()})
         if not kept:
             return None
         kind = AsyncServer if self.staleness else SyncServer
-        return kind(self._post, list(kept.values()), self._step_kept)
+        return kind(self._transport, list(kept.values()), self._step_stored)
 
     @torch.no_grad()
-    def _step_kept(self, rate: float) -> None:
-        self._set_rate(rate)
+    def _step_stored(self, learning_rate: float) -> None:
+        self._set_learning_rate(learning_rate)
         self._finish_gradients()
         start_momentum(self.optimizer)
         self.optimizer.step()
@@ -101,87 +97,86 @@ class Server(Strategy):
     def micro_step(self, batch: Batch) -> Tensor:
         """As on one device."""
         if isinstance(self._server, AsyncServer):
-            self._server.wake()
+            self._server.resume()
         return super().micro_step(batch)
 
     def step(self, learning_rate: float) -> None:
-        """Send the gradients to the servers, and take the weights that they answer with."""
+        """Send the gradients to the servers, and receive the new weights."""
         works: list[dist.Work] = []
         self._divide_by_items([p.grad for p in self.module.parameters() if p.grad is not None])
-        for server, (named, message) in enumerate(zip(self._dealt, self._messages, strict=True)):
+        for server, (named, message) in enumerate(zip(self._assigned, self._messages, strict=True)):
             message.pack([parameter.grad for _, parameter in named], learning_rate)
             if server != self.world.rank:
-                works += self._post.push(message, server)
+                works += self._transport.push(message, server)
         self.clear_gradients()
         if self._server is not None:
-            self._server.answer(self._messages[self.world.rank])
-        self._post.wait(works)
+            self._server.reply(self._messages[self.world.rank])
+        self._transport.wait(works)
         for server, message in enumerate(self._messages):
-            if message.mark == FAILED:
+            if message.status == FAILED:
                 raise PeerFailedError(f"rank {server} failed as a server while rank {self.world.rank} waited for it.")
         self._take_weights()
 
     def try_step(self, data: Any) -> None:
-        """Take up the memory of two passes that add up: that of a step is the servers', and host memory."""
+        """Use the memory of two accumulated micro-batches: a step needs only host memory, on the servers."""
         self.module.train()
         with local_statistics(self.module):
             for _ in range(2):
-                self._pass(self._alone(), data, 1.0)
+                self._forward_backward(self._local_model(), data, 1.0)
 
     def _take_weights(self) -> None:
-        for named, message in zip(self._dealt, self._messages, strict=True):
+        for named, message in zip(self._assigned, self._messages, strict=True):
             message.unpack([parameter.detach() for _, parameter in named])
 
     def clear_gradients(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
     def optimizer_params(self) -> list[nn.Parameter]:
-        """What this worker keeps as a server."""
+        """What this worker stores as a server."""
         return [] if self._server is None else self._server.tensors
 
     def weights(self) -> list[Tensor]:
-        """What is trained, on every worker."""
-        return [parameter for named in self._dealt for _, parameter in named]
+        """All trained parameters."""
+        return [parameter for named in self._assigned for _, parameter in named]
 
     def _gradient_norm(self) -> Tensor:
         gradients = self._gradients()
         norm = float(total_norm(gradients)) if gradients else 0.0
-        square = self._post.sum_among(range(len(self._dealt)), norm * norm)
+        square = self._transport.sum_among(range(len(self._assigned)), norm * norm)
         return torch.tensor(math.sqrt(square), dtype=torch.float64)
 
     def _add_noise(self) -> None:
         numbers = {name: number for number, (name, _) in enumerate(self.module.named_parameters())}
-        boxes = []
-        for (name, _), kept in zip(self._dealt[self.world.rank], self.optimizer_params(), strict=True):
+        chunks = []
+        for (name, _), kept in zip(self._assigned[self.world.rank], self.optimizer_params(), strict=True):
             if kept.grad is not None:
-                boxes.append((kept.grad, numbers[name], tuple(kept.shape), (0,) * kept.ndim))
-        self._noise.add_to_boxes(boxes, self.clock.step)
+                chunks.append((kept.grad, numbers[name], tuple(kept.shape), (0,) * kept.ndim))
+        self._noise.add_to_chunks(chunks, self.clock.step)
 
-    def _look_for_sparse(self) -> None:
+    def _detect_sparse(self) -> None:
         if self._any_has_sparse():
             raise SettingError(
                 "the model has sparse gradients with --strategy server",
-                "what travels to a server is whole tensors",
+                "servers receive dense tensors",
                 "make its layers with sparse=False, or set --strategy ddp",
             )
 
-    def _look_for_counts(self) -> None:
-        super()._look_for_counts()
+    def _detect_counts(self) -> None:
+        super()._detect_counts()
         if self.loss_weights.has_counts and self.staleness:
             raise SettingError(
                 f"--staleness {self.staleness} was set",
-                f"{type(self.task).__name__}.loss() returns counts, and workers that do not wait for each other cannot "
-                "know the items of all",
+                f"{type(self.task).__name__}.loss() returns counts, and asynchronous workers do not know each other's",
                 "leave out --staleness, or return the mean loss over samples",
             )
 
-    # Going on and coming together
+    # Starting and synchronizing
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Serve while it holds; what goes wrong in a server is raised here, and not what other workers say of it."""
+        """Serve inside it. A failure of the server is raised here, not what other workers report of it."""
         if self._server is not None:
             self._server.start()
         try:
@@ -194,58 +189,53 @@ class Server(Strategy):
         if self.staleness:
             for server, message in enumerate(self._messages):
                 if server != self.world.rank:
-                    self._post.end(message, server)
+                    self._transport.send_end(message, server)
         if self._server is not None:
             self._server.end()
 
     def synchronize(self) -> None:
-        """Have the same weights on all workers, once all gradients have been stepped with, until training goes on."""
+        """Apply all gradients, then give all workers the same weights, which stay until training continues."""
         if not self.staleness:
             return
-        self.world.barrier()  # a worker comes here when its last gradients were answered
+        self.world.barrier()  # a worker is here after the reply to its last gradients
         ages: Mapping[int, int] = {}
         if isinstance(self._server, AsyncServer):
-            self._server.rest()
+            self._server.pause()
             ages = self._server.ages
         self.shards_changed()
-        self._ages = _added(self.world.gather_objects(ages) or [])  # nobody goes on before all have come here
+        self._ages = _added(self.world.gather_objects(ages) or [])  # nobody continues before all are here
 
     def shards_changed(self) -> None:
-        """The tensors of `parts` have been given other values."""
+        """Broadcast the weights of the servers."""
         for server, message in enumerate(self._messages):
             if server == self.world.rank:
                 message.pack(self.optimizer_params())
             dist.broadcast(message.buffer, src=server)
         self._take_weights()
 
-    def parts(self) -> list[ParameterShard]:
-        """What this worker keeps as a server, and what nobody steps."""
-        own = (
-            zip(self._dealt[self.world.rank], self.optimizer_params(), strict=True) if self._server is not None else ()
-        )
-        kept = [(name, tensor, True) for (name, _), tensor in own]
-        frozen = [(name, p, self.world.is_main) for name, p in self.module.named_parameters() if not p.requires_grad]
-        return [
-            whole_shard(name, tensor, is_counted=speaks, is_saved=speaks) for name, tensor, speaks in (*kept, *frozen)
-        ]
-
-    # How old gradients were
+    def shards(self) -> list[ParameterShard]:
+        """What this worker stores as a server, and frozen parameters."""
+        found = [(name, p, self.world.is_main) for name, p in self.module.named_parameters() if not p.requires_grad]
+        if self._server is not None:
+            own = zip(self._assigned[self.world.rank], self.optimizer_params(), strict=True)
+            found = [*((name, tensor, True) for (name, _), tensor in own), *found]
+        return [whole_shard(name, tensor, is_counted=is_mine, is_saved=is_mine) for name, tensor, is_mine in found]
 
     @property
     def stale_gradients(self) -> dict[int, int] | None:
-        """Of the whole run, how many gradients were stepped with at which age; on the main worker, once settled."""
+        """How many gradients of the run were applied at which age; on rank 0, after `synchronize`."""
         return dict(sorted((self._ages_before + self._ages).items())) if self.staleness else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume, and go on counting ages from those that were seen before."""
+        """Resume, and continue to count ages."""
         super().load_state_dict(state)
         self._ages_before, self._ages = _added([state.get("stale_gradients", {})]), Counter()
         if isinstance(self._server, AsyncServer):
-            self._server.forget()
+            self._server.reset_ages()
 
 
 def _added(counts: list[Mapping[Any, int]]) -> Counter[int]:
-    """The sum of counts whose keys may have become text on their way."""
+    """The sum of counts, whose keys JSON may have turned into text."""
     total: Counter[int] = Counter()
     for each in counts:
         total.update({int(age): number for age, number in each.items()})

@@ -1,11 +1,11 @@
-"""The units of a model: modules that are sharded, recomputed or compiled as one each; and activation checkpointing.
+"""The units of a model: modules that are sharded, recomputed or compiled one by one; and activation checkpointing.
 
-By default the units are the repeated blocks: what a ModuleList or a Sequential is made of. All else belongs to the
-root. No unit lies in another, and no parameter in two.
+By default the units are the repeated blocks in a ModuleList or a Sequential. Everything else belongs to the root. No
+unit is inside another, and no parameter is in two.
 
-A recomputed module keeps none of its activations and computes them again in backward (Chen et al., arXiv 1604.06174),
-with the same random numbers, which is torch's own care, and with the buffers that the first computation began with.
-What the second one does to buffers is thrown away. Collectives are repeated, on all workers in the same order.
+A recomputed module frees its activations and computes them again in backward (Chen et al., arXiv 1604.06174). torch
+restores the random state; the buffers of the first computation are restored here, and changes by the second one are
+dropped. Collectives are repeated, on all workers in the same order.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import difflib
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
+from stormo.layers.sync_batch_norm import BatchNormBase
 
-_UNEQUAL = 2  # times as many parameters: such neighbours are stages of a network rather than its blocks
+_UNEQUAL = 2  # times as many parameters: such neighbours are stages of a network, not its blocks
 _NUM_NEAR = 5
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def units_of(model: nn.Module, asked: str | Sequence[str] | None = None) -> list[str]:
@@ -36,25 +37,24 @@ def units_of(model: nn.Module, asked: str | Sequence[str] | None = None) -> list
 
     Args:
         model: real or on the meta device.
-        asked: paths, names of classes, or patterns of either (`blocks.*`), in a sequence or with commas between them;
-            of those that lie in one another the outermost are taken.
+        asked: paths, class names, or patterns of either (`blocks.*`), in a sequence or separated by commas. Of nested
+            ones the outermost are used.
     """
     if isinstance(asked, str):
         asked = [name.strip() for name in asked.split(",") if name.strip()]
-    paths = _repeated(model) if asked is None else _asked(model, asked)
+    if asked is None:
+        paths = list(_elements(model, "", are_layers=False)) or list(_elements(model, "", are_layers=True))
+    else:
+        paths = _asked(model, asked)
     return _without_ties(model, paths)
 
 
-def _repeated(model: nn.Module) -> list[str]:
-    blocks = list(_elements(model, "", are_layers=False))
-    return blocks or list(_elements(model, "", are_layers=True))
-
-
 def _elements(module: nn.Module, path: str, *, are_layers: bool) -> Iterator[str]:
-    """Elements of the outermost containers that repeat something: modules with parts of their own, or single layers."""
+    """Elements of the outermost containers with repeated elements: modules with children, or single layers."""
     children = {name: child for name, child in module.named_children() if _size(child)}
     units = {name: child for name, child in children.items() if _may_be_unit(child, are_layers)}
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or not _repeats(units.values()):
+    repeats = max(Counter(map(type, units.values())).values(), default=0) > 1
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or not repeats:
         units = {}
     for name, child in children.items():
         inner = f"{path}.{name}" if path else name
@@ -72,12 +72,8 @@ def _may_be_unit(module: nn.Module, are_layers: bool) -> bool:
     return are_layers and any(parameter.ndim > 1 for parameter in module.parameters())
 
 
-def _repeats(modules: Iterable[nn.Module]) -> bool:
-    return any(count > 1 for count in Counter(type(module) for module in modules).values())
-
-
 def _is_stage(module: nn.Module, neighbours: list[nn.Module]) -> bool:
-    """Whether it is mostly blocks itself: a Sequential of them, or one of several unequal stages that hold some."""
+    """Whether it mostly consists of blocks: a Sequential of them, or one of several unequal stages."""
     blocks = list(_elements(module, "", are_layers=False))
     if isinstance(module, nn.Sequential):
         return bool(blocks)
@@ -94,16 +90,16 @@ def _asked(model: nn.Module, asked: Sequence[str]) -> list[str]:
     units = {path: module for path, module in model.named_modules() if path and _size(module)}
     found: set[str] = set()
     for pattern in asked:
-        matches = [path for path, module in units.items() if _matches(path, module, pattern)]
+        matches = [
+            path
+            for path, module in units.items()
+            if fnmatchcase(path, pattern) or fnmatchcase(type(module).__name__, pattern)
+        ]
         if not matches:
             raise _unknown(pattern, units)
         found.update(matches)
     outermost = [path for path in units if path in found and not any(outer in found for outer in _outer(path))]
     return [unit for path in outermost for unit in _callable(units[path], path)]
-
-
-def _matches(path: str, module: nn.Module, pattern: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(type(module).__name__, pattern)
 
 
 def _outer(path: str) -> list[str]:
@@ -134,7 +130,7 @@ def _unknown(pattern: str, units: dict[str, nn.Module]) -> SettingError:
 
 
 def _without_ties(model: nn.Module, paths: list[str]) -> list[str]:
-    """Those that share no parameter with anything outside."""
+    """The units that share no parameter with anything outside."""
     units = set(paths)
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -144,17 +140,17 @@ def _without_ties(model: nn.Module, paths: list[str]) -> list[str]:
     return [path for path in paths if path not in tied]
 
 
-_Place = tuple[nn.Module, str]  # a module, and the name of a buffer of its own
+_Buffer = tuple[nn.Module, str]  # a module, and the name of one of its buffers
 
 
 def recompute(model: nn.Module, paths: Sequence[str]) -> None:
-    """Let the modules at these paths compute their activations again, in place; the empty path is the model."""
+    """Let the modules at these paths recompute their activations, in place; the empty path is the model."""
     modules = {path: model.get_submodule(path) for path in paths}
     for path, module in modules.items():
         if "forward" in vars(module):
             raise SettingError(
                 "--checkpoint-activations was set",
-                f"the forward of {path or 'the model'} ({type(module).__name__}) was replaced on the object itself",
+                f"the forward of {path or 'the model'} ({type(module).__name__}) was replaced on the instance",
                 "write it as a method of its class, or name other modules with --shard-modules",
             )
     for module in modules.values():
@@ -166,14 +162,14 @@ def recompute(model: nn.Module, paths: Sequence[str]) -> None:
 
 
 class Recomputed:
-    """What stands before the class of a module that is computed again; its names and those of its parts stay."""
+    """A base class that a recomputed module gets before its own; all names stay."""
 
     training: bool
     _own_class: type[Any]
-    _changing_buffers: list[_Place] | None = None  # None until a first pass has shown them
+    _changing_buffers: list[_Buffer] | None = None  # None until a first forward has shown them
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, which forgets its activations where a backward pass is to come."""
+        """The module's own, without keeping activations for backward."""
         own = super().forward  # type: ignore[misc]
         if not (self.training and torch.is_grad_enabled()):
             return own(*args, **kwargs)
@@ -183,70 +179,71 @@ class Recomputed:
             count = len(values) - len(names)
             return own(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        # All by position: torch keeps the random numbers of those devices alone that it sees there.
+        # All by position: torch restores the random state only of devices that it finds there.
         values = (*args, *kwargs.values())
         if self._changing_buffers == []:
             return checkpoint(run, *values, use_reentrant=False)
         return self._run_with_buffers(run, values)
 
-    # The compiler would see a buffer change once where it changes twice. What `run` calls is compiled.
+    # The compiler would change a buffer once that changes twice. What `run` calls is compiled.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, unused-ignore]
     def _run_with_buffers(self, run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-        before = _AsBefore(_buffers(self) if self._changing_buffers is None else self._changing_buffers)
+        before = _SavedBuffers(_buffers(self) if self._changing_buffers is None else self._changing_buffers)
         result = checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), before))
         if self._changing_buffers is None:
             self._changing_buffers = before.keep_changing()
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copied and pickled by its own class: the one made here has no name to be found by."""
+        """Copied and pickled by its own class: pickle cannot find the one made here."""
         parts: Any = super().__reduce_ex__(2)
         _, arguments, *rest = parts
-        return _made_again, (self._own_class, arguments[1:]), *rest
+        return _new_recomputed, (self._own_class, arguments[1:]), *rest
 
 
-class _AsBefore(AbstractContextManager[None]):
-    """The buffers as they are now; within it modules work on copies of these."""
+class _SavedBuffers(AbstractContextManager[None]):
+    """The buffers as they are now. Inside it, modules use copies of these."""
 
-    def __init__(self, places: list[_Place]) -> None:
-        self._copies = [_clone(module._buffers.get(name)) for module, name in places]
-        self._places = places
-        self._versions = [_version(module, name) for module, name in places]
+    def __init__(self, owners: list[_Buffer]) -> None:
+        self._copies = [_clone(getattr(module, name, None)) for module, name in owners]
+        self._owners = owners
+        self._versions = [_version(module, name) for module, name in owners]
         self._now: list[Tensor | None] = []
 
-    def keep_changing(self) -> list[_Place]:
-        """Forget those that the pass has neither written nor changed, and return the others.
+    def keep_changing(self) -> list[_Buffer]:
+        """Drop the buffers that the forward has not changed, and return the others.
 
-        Those of batch norms always count: a worker whose first pass has no samples does not move them.
+        Running statistics stay: a worker whose first micro-batch has no samples does not change them.
         """
         kept = [
-            (place, copy)
-            for place, copy, version in zip(self._places, self._copies, self._versions, strict=True)
-            if isinstance(place[0], _NormBase | NormAct)
-            or version != _version(*place)
-            or not _are_equal(place[0]._buffers.get(place[1]), copy)  # written as `.data`
+            (owner, copy)
+            for owner, copy, version in zip(self._owners, self._copies, self._versions, strict=True)
+            if isinstance(owner[0], BatchNormBase | NormAct)
+            or owner[1] in _STATISTICS
+            or version != _version(*owner)
+            or not _are_equal(getattr(*owner, None), copy)  # written as `.data`
         ]
-        self._places, self._copies = [place for place, _ in kept], [copy for _, copy in kept]
-        return self._places
+        self._owners, self._copies = [owner for owner, _ in kept], [copy for _, copy in kept]
+        return self._owners
 
     def __enter__(self) -> None:
-        self._now = [module._buffers.get(name) for module, name in self._places]
+        self._now = [getattr(module, name, None) for module, name in self._owners]
         self._set([_clone(copy) for copy in self._copies])
 
     def __exit__(self, *_: object) -> None:
         self._set(self._now)
 
     def _set(self, buffers: list[Tensor | None]) -> None:
-        for (module, name), buffer in zip(self._places, buffers, strict=True):
-            module._buffers[name] = buffer
+        for (module, name), buffer in zip(self._owners, buffers, strict=True):
+            setattr(module, name, buffer)
 
 
-def _buffers(module: Any) -> list[_Place]:
+def _buffers(module: Any) -> list[_Buffer]:
     return [(part, name) for part in module.modules() for name in part._buffers]
 
 
 def _version(module: nn.Module, name: str) -> tuple[int, int] | None:
-    buffer = module._buffers.get(name)
+    buffer = getattr(module, name, None)
     return None if buffer is None else (id(buffer), buffer._version)
 
 
@@ -264,6 +261,6 @@ def _recomputed(own: type[Any]) -> type[Any]:
     return types.new_class(own.__name__, (Recomputed, own), exec_body=lambda names: names.update(body))
 
 
-def _made_again(own: Any, arguments: tuple[Any, ...]) -> Any:
+def _new_recomputed(own: Any, arguments: tuple[Any, ...]) -> Any:
     kind = _recomputed(own)
     return kind.__new__(kind, *arguments)

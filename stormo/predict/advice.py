@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stormo.errors import counted
+from stormo.errors import pluralize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ def _if_accumulated(key: str, outcome: Outcome, why: str) -> Advice | None:
         return None
     accumulate = _fewest_micro_batches(outcome.batch, outcome.largest_micro_batch)
     size = outcome.batch // accumulate
-    text = f"{why} in {accumulate} micro-batches of {counted(size, 'sample')}."
+    text = f"{why} in {accumulate} micro-batches of {pluralize(size, 'sample')}."
     return Advice(key=key, accumulate=accumulate, text=text)
 
 
@@ -141,5 +141,5 @@ def _nothing_fits(question: Question) -> str:
     if not question.gpus_needed:
         return "nothing fits."
     return (
-        f"nothing fits; fsdp with --checkpoint-activations needs {counted(question.gpus_needed, 'GPU')} of this kind."
+        f"nothing fits; fsdp with --checkpoint-activations needs {pluralize(question.gpus_needed, 'GPU')} of this kind."
     )

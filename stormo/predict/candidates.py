@@ -1,4 +1,4 @@
-"""The ways to train a model on given GPUs that a forecast compares, each with its plan and its command line."""
+"""The strategies that a forecast compares on given GPUs, each with its plan and its command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPY_SETTINGS = {"compress", "compress_rank"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One way to train: a row of the comparison."""
+    """A strategy with its options: a row of the comparison."""
 
     key: str  # its name in the advice
     flags: tuple[str, ...]  # of `stormo train`
@@ -38,7 +38,7 @@ class Candidate:
 
 
 def list_candidates(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> list[Candidate]:
-    """All candidates for the GPUs of each node, without doubles; what the user set is first where it is not listed.
+    """All candidates for the GPUs of each node, without duplicates; what the user set is first where it is not listed.
 
     Raises the error of `stormo train` where it would refuse what the user set.
     """
@@ -167,21 +167,26 @@ _BATCH_FLAGS = {"--batch-size": 1, "--accumulate": 1}
 
 
 def command_line(
-    words: Sequence[str], config: TrainConfig, candidate: Candidate, num_splits: int, gpus: Sequence[Gpu], facts: Facts
+    arguments: Sequence[str],
+    config: TrainConfig,
+    candidate: Candidate,
+    num_splits: int,
+    gpus: Sequence[Gpu],
+    facts: Facts,
 ) -> str:
-    """The command to type for a candidate, from the words that the user typed.
+    """The command to type for a candidate, from the arguments that the user typed.
 
     Each micro-batch is split into `num_splits`; the global batch and the learning rate stay the same.
     """
     if candidate.is_as_set and "--no-graph" not in candidate.flags:
-        kept, added = list(words), []
+        kept, added = list(arguments), []
     else:
-        kept, added = without_flags(words, _CANDIDATE_FLAGS), list(candidate.flags)
+        kept, added = without_flags(arguments, _CANDIDATE_FLAGS), list(candidate.flags)
         if candidate.config.workers.compress != config.workers.compress:
             plain = without_flags(kept, _COPY_FLAGS)
             added += ["--compress", "none"] * (plain == kept)  # set in a config file
             kept = plain
-        added += [flag for flag in _NEGATIONS if _needs_negation(flag, words, config, candidate)]
+        added += [flag for flag in _NEGATIONS if _needs_negation(flag, arguments, config, candidate)]
     if "num_gpus" not in config.given:
         added += ["--num-gpus", str(len(gpus))]
     if num_splits > 1:
@@ -190,10 +195,10 @@ def command_line(
     return shlex.join(["stormo", "train", *kept, *added])
 
 
-def _needs_negation(flag: str, words: Sequence[str], config: TrainConfig, candidate: Candidate) -> bool:
+def _needs_negation(flag: str, arguments: Sequence[str], config: TrainConfig, candidate: Candidate) -> bool:
     """True where a flag is off in the candidate although the user, or a config file, set it."""
     name = _NEGATIONS[flag]
-    is_said = getattr(config.sharding, name) or flag in (word.replace("_", "-") for word in words)
+    is_said = getattr(config.sharding, name) or flag in (word.replace("_", "-") for word in arguments)
     return is_said and not getattr(candidate.config.sharding, name)
 
 

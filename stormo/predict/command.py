@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stormo.config.options import take_flags
 from stormo.config.schema import TrainConfig, option
-from stormo.errors import SettingError, counted, unknown_name
+from stormo.errors import SettingError, pluralize, unknown_name
 from stormo.predict.advice import Advice, Outcome, Question, advise
 from stormo.predict.candidates import Candidate, command_line, list_candidates, remarks
 from stormo.predict.forecast import GIB, RULES, Forecast, ModelSize, gpus_needed
@@ -182,7 +182,7 @@ def report(
     lines = [title, *_facts(model, kept_per_sample), ""]
     room = GPU_SHARE * memory_bytes / GIB
     batches = {one.batch for _, one in found if one is not None}
-    samples = f" with {counted(max(batches), 'sample')} in a micro-batch" if len(batches) == 1 else ""
+    samples = f" with {pluralize(max(batches), 'sample')} in a micro-batch" if len(batches) == 1 else ""
     limit = f"fits: at most {room:.1f}, {GPU_SHARE:.0%} of it"
     lines += [f"GiB of one GPU, which has {memory_bytes / GIB:.1f},{samples}; {limit}".replace(",;", ";"), ""]
     lines += _table(found, shows_batch=len(batches) > 1)
@@ -245,6 +245,7 @@ def as_json(
     command: str,
 ) -> dict[str, Any]:
     """The forecast as JSON, with units in the keys."""
+    chosen = next((candidate for candidate, _ in found if candidate.key == advice.key), None)
     return {
         "gpu": dict(gpu),
         "trained_parameters": model.num_trained,
@@ -257,14 +258,13 @@ def as_json(
         "ways": [{**_candidate(candidate, one), "is_as_set": candidate.is_as_set} for candidate, one in found],
         "rules_of_thumb": RULES,
         "notices": list(notices),
-        "advice": {"flags": None, "accumulate": None, "text": advice.text, "command": command or None}
-        | ({} if advice.key is None else _chosen(found, advice)),
+        "advice": {
+            "flags": None if chosen is None else list(chosen.flags),
+            "accumulate": None if chosen is None else advice.accumulate,
+            "text": advice.text,
+            "command": command or None,
+        },
     }
-
-
-def _chosen(found: Sequence[tuple[Candidate, Forecast | None]], advice: Advice) -> dict[str, Any]:
-    candidate = next(candidate for candidate, _ in found if candidate.key == advice.key)
-    return {"flags": list(candidate.flags), "accumulate": advice.accumulate}
 
 
 def _candidate(candidate: Candidate, one: Forecast | None) -> dict[str, Any]:
@@ -291,5 +291,5 @@ def _candidate(candidate: Candidate, one: Forecast | None) -> dict[str, Any]:
 
 def title_of(task: str, num_gpus: int, num_nodes: int, name: str, precision: str, source: str) -> str:
     """The first line: what is forecast, and for which devices."""
-    nodes = f"{counted(num_nodes, 'node')} × " if num_nodes > 1 else ""
+    nodes = f"{pluralize(num_nodes, 'node')} × " if num_nodes > 1 else ""
     return f"{task} on {nodes}{num_gpus} × {name} ({source}), {precision}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,8 +83,6 @@ class FakeModel:
 
 
 _CONVERSION = torch.ops.aten._to_copy.default
-
-
 _QUESTION = torch.ops.prim.device.default  # which fake tensors call all the time
 
 
@@ -97,7 +95,7 @@ class MemoryTrace(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.rows: list[tuple[int, int, int]] = []  # bytes of each kind, after each operation
-        self._weights = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._weights = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._alive: dict[int, tuple[int, int, Any]] = {}  # by storage: kind, bytes, weak reference
         self._sums = [0, 0, 0]
         self._hooks = [
@@ -120,7 +118,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave out tensors."""
-        self._weights |= {_key(tensor) for tensor in tensors}
+        self._weights |= {storage_key(tensor) for tensor in tensors}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
@@ -129,7 +127,7 @@ class MemoryTrace(TorchDispatchMode):
         result = function(*arguments, **(named or {}))
         if function is _QUESTION:
             return result
-        is_cast = function is _CONVERSION and _key(arguments[0]) in self._weights
+        is_cast = function is _CONVERSION and storage_key(arguments[0]) in self._weights
         for tensor in tensors_in(result):
             self._note(tensor, CAST if is_cast else OTHER)
         self._record()
@@ -147,7 +145,7 @@ class MemoryTrace(TorchDispatchMode):
         if not isinstance(tensor, Tensor):
             return
         storage = tensor.untyped_storage()
-        key = int(storage._cdata)
+        key = storage_key(tensor)
         if key in self._weights or key in self._alive:
             return
         num_bytes = storage.nbytes()
@@ -160,7 +158,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def _is_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        key = _key(parameter.grad)
+        key = storage_key(parameter.grad)
         if key in self._alive:
             kind, num_bytes, end = self._alive[key]
             self._alive[key] = GRADIENT, num_bytes, end
@@ -169,18 +167,12 @@ class MemoryTrace(TorchDispatchMode):
         self._record()
 
 
-def _key(tensor: Tensor) -> int:
-    return int(storage_of(tensor)._cdata)
-
-
-def storage_of(tensor: Tensor) -> UntypedStorage:
-    """The storage of a tensor."""
-    return tensor.untyped_storage()
+def storage_key(tensor: Tensor) -> int:
+    """Identifies a storage, also one without memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-
 # Functions that autocast computes in float32 on a GPU but not on a CPU.
 _IN_FP32 = frozenset(
     (
@@ -192,8 +184,6 @@ _IN_FP32 = frozenset(
         *("smooth_l1_loss", "huber_loss", "poisson_nll_loss"),
     )
 )
-
-
 _MOST_HEAD_VALUES = 256  # of attention that keeps no score matrix
 
 

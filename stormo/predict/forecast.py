@@ -99,7 +99,7 @@ class ParallelSpec:
     extra_copies: int = 0  # of the weights for an outer step, or of the gradients for PowerSGD
     servers: int = 0
     server_buffers: int = 0  # for gradients that arrive at a server
-    cut: frozenset[str] = frozenset()  # parameters that are sharded along tensor
+    tensor_sharded: frozenset[str] = frozenset()  # parameters that are sharded along tensor
     stages: tuple[frozenset[str], ...] = ()  # parameters of each worker along pipeline
 
 
@@ -147,7 +147,7 @@ class MemoryCurve:
 
     def kept_at(self, size: float) -> float:
         """Bytes of activations kept for backward."""
-        return _line(self.sizes, self.kept, size)
+        return self.kept[0] + self.kept_per_sample * (size - self.sizes[0])
 
     @property
     def kept_per_sample(self) -> float:
@@ -155,7 +155,7 @@ class MemoryCurve:
         return (self.kept[1] - self.kept[0]) / (self.sizes[1] - self.sizes[0])
 
     def peak(self, size: float, load: Load) -> float:
-        """The peak of a pass, beyond what is always allocated."""
+        """The peak of a micro-batch, beyond what is always allocated."""
         return max(fixed + slope * size for fixed, slope in self._lines(load))
 
     def largest(self, room: float, load: Load) -> int:
@@ -185,7 +185,7 @@ class MemoryCurve:
         for other, casts, gradients in rows:
             done = gradients / whole
             held = load.gradient_bytes if load.keeps_gradients else done * load.gradient_bytes
-            found.append(load.share * (other + load.cast_share * casts) + held + (1 - done) * load.falling_bytes)
+            found.append(load.share * (other + load.cast_share * casts) + held + (1 - done) * load.freed_bytes)
         return found
 
 
@@ -195,19 +195,13 @@ class Load:
 
     gradient_bytes: float = 0.0  # of this worker, when all are there
     keeps_gradients: bool = False  # always allocated, as with ddp
-    falling_bytes: float = 0.0  # gathered weights that are freed during backward
+    freed_bytes: float = 0.0  # gathered weights that are freed during backward
     cast_share: float = 1.0  # of the copies of weights in another format
     share: float = 1.0  # of the activations
 
 
-def _line(sizes: tuple[int, int], values: tuple[float, float], size: float) -> float:
-    slope = (values[1] - values[0]) / (sizes[1] - sizes[0])
-    return values[0] + slope * (size - sizes[0])
-
-
 _WORKSPACE_BYTES = 64 * MIB
 _CONTEXT_BYTES, _NCCL_BYTES = GIB * 3 // 4, GIB // 2
-_SINGLE_WORKER_UNITS = 4  # FSDP units on one worker, which frees nothing between them
 
 
 def forecast(
@@ -245,7 +239,7 @@ def _stage_forecast(
     weights = sum(_bytes(one, one.num_bytes, spec, zero >= 1) for one in own)
     gradients = sum(_bytes(one, one.num_bytes, spec, are_sharded) for one in trained)
     state = sum(_bytes(one, one.state_bytes, spec, zero >= 1) for one in own)
-    rows = sum(_bytes(one, one.num_bytes, spec, cut=True) for one in own)
+    rows = sum(_bytes(one, one.num_bytes, spec, sharded=True) for one in own)
     part = sum(one.num_bytes for one in own) / max(model.weight_bytes, 1)  # of the layers
     step = model.step_bytes * sum(_bytes(one, one.num_bytes, spec, zero >= 1) for one in own)
     step /= max(model.weight_bytes, 1)
@@ -256,9 +250,9 @@ def _stage_forecast(
         host = trained_bytes + _server_bytes(spec, trained_bytes, state + step) / spec.workers_per_node
         state = step = 0.0
     if spec.offload:
-        host = rows + state + sum(_bytes(one, one.num_bytes, spec, cut=True) for one in trained)
+        host = rows + state + sum(_bytes(one, one.num_bytes, spec, sharded=True) for one in trained)
         weights = gradients = state = step = 0.0
-    gathered, falling = _gathered(own, spec) if zero else (0.0, 0.0)
+    gathered, freed = _gathered(own, spec) if zero else (0.0, 0.0)
     terms = {
         "weights": weights,
         "gradients": gradients,
@@ -274,28 +268,28 @@ def _stage_forecast(
     room = GPU_SHARE * memory_bytes
     free = room - sum(terms.values()) + gradients
     if curve is None:
-        terms["activations"] = max(step, falling)
+        terms["activations"] = max(step, freed)
         return Forecast(terms=terms, host_bytes=host, batch=spec.batch, limit_bytes=room, largest_batch=None)
     load = Load(
         gradient_bytes=gradients,
         # Views of DDP's buckets, or gradients of earlier micro-batches.
         keeps_gradients=(zero == 0 and spec.copies > 1) or spec.accumulate > 1 or spec.pipeline > 1,
-        falling_bytes=falling,
+        freed_bytes=freed,
         cast_share=0.0 if zero == 3 else part,
         share=spec.in_flight / spec.pipeline,
     )
     size = spec.batch / spec.micro_batches
     at_rest = gradients if load.keeps_gradients else 0.0
-    judging = max((load.share * (other + load.cast_share * casts) for other, casts, _ in validation), default=0.0)
-    judging += trained_bytes if spec.averages_weights else 0.0  # its own weights, while the mean is validated
+    validating = max((load.share * (other + load.cast_share * casts) for other, casts, _ in validation), default=0.0)
+    validating += trained_bytes if spec.averages_weights else 0.0  # its own weights, while the mean is validated
     # Weights are averaged after the gradients, which are as large, are freed.
-    floor = max(step + gradients, judging + at_rest, gradients)
+    floor = max(step + gradients, validating + at_rest, gradients)
     # A smaller micro-batch is one of several: it finds earlier gradients, and is not captured.
     again = replace(load, keeps_gradients=True)
     free_again = free + (_WORKSPACE_BYTES if is_captured else 0)
     largest_micro_batch = curve.largest(free_again, again) * spec.micro_batches if floor <= free_again else 0
     if is_captured:
-        terms["activations"], others, largest = _captured(curve, spec, load, free, state, max(step, judging))
+        terms["activations"], others, largest = _captured(curve, spec, load, free, state, max(step, validating))
         terms["captured"] += others
     else:
         terms["activations"] = max(curve.peak(size, load), floor) - gradients
@@ -316,8 +310,8 @@ def _captured(
 ) -> tuple[float, float, int]:
     """What a CUDA graph keeps, what runs beside it need, and the largest batch.
 
-    `free` is left for passes and gradients, `state` is allocated only after the capture, `beside` is what a step or a
-    validation needs.
+    `free` is left for micro-batches and gradients, `state` is allocated only after the capture, `beside` is what a step
+    or a validation needs.
     """
     gradients, size = load.gradient_bytes, spec.batch
     kept = max(curve.peak(size, load), gradients)
@@ -338,11 +332,11 @@ def _server_bytes(spec: ParallelSpec, trained_bytes: float, others: float) -> fl
     return part * (trained_bytes * (1 + spec.server_buffers) + others)
 
 
-def _bytes(one: ParameterSize, num_bytes: float, spec: ParallelSpec, cut: bool) -> float:
+def _bytes(one: ParameterSize, num_bytes: float, spec: ParallelSpec, sharded: bool) -> float:
     """A worker's share of something as large as a parameter: the longest share of its rows."""
-    if one.name in spec.cut:
+    if one.name in spec.tensor_sharded:
         num_bytes /= spec.tensor
-    if not cut or spec.shard == 1:
+    if not sharded or spec.shard == 1:
         return float(num_bytes)
     return num_bytes * -(-one.num_rows // spec.shard) / max(one.num_rows, 1)
 
@@ -352,28 +346,30 @@ def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, 
     blocks: dict[str, float] = {}
     values: dict[str, float] = {}
     for one in own:
-        narrowed = spec.zero == 3 and spec.half_bytes is not None and not one.keeps_format
-        per_value = spec.half_bytes if narrowed and spec.half_bytes else one.num_bytes / max(one.num_values, 1)
-        parts = spec.tensor if one.name in spec.cut else 1
+        is_half = spec.zero == 3 and spec.half_bytes is not None and not one.keeps_format
+        per_value = spec.half_bytes if is_half and spec.half_bytes else one.num_bytes / max(one.num_values, 1)
+        parts = spec.tensor if one.name in spec.tensor_sharded else 1
         blocks[one.block] = blocks.get(one.block, 0.0) + one.num_values * per_value / parts
         # Gradients in the dtype of the pass, and once more in float32, in which they are summed.
         values[one.block] = values.get(one.block, 0.0) + one.is_trained * one.num_values * (per_value + 4) / parts
     root, root_values = blocks.pop("", 0.0), values.pop("", 0.0)
-    sizes, on_their_way = list(blocks.values()), list(values.values())
+    sizes, in_reduction = list(blocks.values()), list(values.values())
     if spec.zero < 3 and spec.accumulate > 1:
-        return root + sum(sizes) + max([*on_their_way, root_values]), 0.0
+        return root + sum(sizes) + max([*in_reduction, root_values]), 0.0
     if spec.zero == 3 and spec.shard > 1:
-        return root + 2 * max(sizes, default=0.0) + max([*on_their_way, root_values]), 0.0
+        return root + 2 * max(sizes, default=0.0) + max([*in_reduction, root_values]), 0.0
     if spec.merge_blocks and sizes:
-        count = -(-len(sizes) // _SINGLE_WORKER_UNITS)
-        on_their_way = [sum(on_their_way[start : start + count]) for start in range(0, len(sizes), count)]
-    return max([*on_their_way, root_values]), root + sum(sizes)
+        from stormo.parallel.fsdp import UNITS_OF_ONE_WORKER  # loads torch, which --help does without
+
+        count = -(-len(sizes) // UNITS_OF_ONE_WORKER)
+        in_reduction = [sum(in_reduction[start : start + count]) for start in range(0, len(sizes), count)]
+    return max([*in_reduction, root_values]), root + sum(sizes)
 
 
 def gpus_needed(model: ModelSize, spec: ParallelSpec, one: Forecast) -> int | None:
-    """How many workers fsdp needs for this batch; None where no number would do."""
-    cut = model.weight_bytes + model.gradient_bytes + model.state_bytes
+    """How many workers fsdp needs for this batch; None where no number is enough."""
+    sharded = model.weight_bytes + model.gradient_bytes + model.state_bytes
     whole = one.total_bytes - sum(one.terms[name] for name in ("weights", "gradients", "state"))
     if whole >= one.limit_bytes:
         return None
-    return max(spec.num_workers, int(-(-cut // (one.limit_bytes - whole))))
+    return max(spec.num_workers, int(-(-sharded // (one.limit_bytes - whole))))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from stormo.config.layout import Layout, resolve_layout
 from stormo.config.plan import Facts, Plan
 from stormo.config.plan.choices import choose_precision
-from stormo.config.plan.sharding import STAGES_PER_WORKER
+from stormo.config.plan.parallelism import STAGES_PER_WORKER
 from stormo.config.schema import TrainConfig
 from stormo.data.fashion_mnist import DataNotFoundError
 from stormo.errors import SettingError, StormoError
@@ -126,7 +126,7 @@ class Forecaster:
     def _curve(self, plan: Plan, candidate: Candidate) -> MemoryCurve | None:
         if self._tracer is None:
             return None
-        self._base = self._base or max(1, plan.batch_per_pass)
+        self._base = self._base or max(1, plan.micro_batch_size)
         layout, recomputes = plan.layout, candidate.config.sharding.checkpoint_activations
         kind = (recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor, layout.spec.cuts_classifier)
         if kind not in self._curves:
@@ -159,11 +159,11 @@ class Forecaster:
         layout, sharding = plan.layout, candidate.config.sharding
         mesh, strategy = layout.mesh, layout.spec
         per_worker = 1 if strategy.schedule else STAGES_PER_WORKER[sharding.schedule]
-        cut: frozenset[str] = frozenset()
+        sharded: frozenset[str] = frozenset()
         stages: tuple[frozenset[str], ...] = ()
         if mesh.tensor > 1:
-            cut_by = hybrid_sharded if strategy.cuts_classifier else tensor_sharded
-            cut = cut_by(self._task, self._fake_model.model(), mesh.tensor)
+            find = hybrid_sharded if strategy.cuts_classifier else tensor_sharded
+            sharded = find(self._task, self._fake_model.model(), mesh.tensor)
         if mesh.pipeline > 1:
             stages = pipeline_stages(self._task, self._fake_model.model(), mesh.pipeline, per_worker)
         half = HALF_DTYPES.get(self.precision)
@@ -177,7 +177,7 @@ class Forecaster:
             offload=sharding.offload,
             recompute=sharding.checkpoint_activations,
             half_bytes=None if half is None else half.itemsize,
-            batch=plan.batch_per_pass,
+            batch=plan.micro_batch_size,
             accumulate=plan.accumulate,
             micro_batches=plan.micro_batches,
             in_flight=_in_flight(sharding.schedule, mesh.pipeline, plan.micro_batches),
@@ -193,7 +193,7 @@ class Forecaster:
             extra_copies=_extra_copies(candidate.config, layout),
             servers=candidate.config.workers.servers if "servers" in strategy.options else 0,
             server_buffers=1 if candidate.config.workers.staleness else 3,
-            cut=cut,
+            tensor_sharded=sharded,
             stages=stages,
         )
 
@@ -201,14 +201,14 @@ class Forecaster:
         facts = self.facts
         if plan.loader == "resident" and facts.train_bytes is not None:
             return round(facts.train_bytes * (1 + (facts.num_validation or 0) / max(facts.num_train, 1)))
-        return 0 if self._tracer is None else self._tracer.batch_bytes(plan.batch_per_pass)
+        return 0 if self._tracer is None else self._tracer.batch_bytes(plan.micro_batch_size)
 
 
 def _extra_copies(config: TrainConfig, layout: Layout) -> int:
     """Copies of the weights for an outer step (the last average and a velocity), or PowerSGD's error feedback."""
-    rate, momentum = config.optimizer.outer_lr, config.optimizer.outer_momentum
+    outer_lr, momentum = config.optimizer.outer_lr, config.optimizer.outer_momentum
     if layout.spec.local_updates:
-        return 0 if (rate, momentum) == (1, 0) else 1 + (momentum != 0)
+        return 0 if (outer_lr, momentum) == (1, 0) else 1 + (momentum != 0)
     return int(config.workers.compress == "powersgd" and layout.world_size > 1)
 
 

@@ -1,36 +1,36 @@
-"""Counts a model and its optimizer on tensors without memory, and what a strategy cuts of them."""
+"""Counts a model and its optimizer on fake tensors, and the parameters that a strategy shards."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from stormo.config import schema
 from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
-from stormo.optim.own import own_optimizer
 from stormo.optim.table import make_optimizer
-from stormo.parallel.fsdp import _has_statistics
-from stormo.parallel.pipeline.orders import stages_of
-from stormo.parallel.pipeline.pieces import find_pieces
-from stormo.parallel.pipeline.split import into_stages
+from stormo.optim.task_optimizer import make_task_optimizer
+from stormo.parallel.fsdp import has_statistics
+from stormo.parallel.pipeline.partition import into_stages
+from stormo.parallel.pipeline.schedules import worker_stages
+from stormo.parallel.pipeline.split_points import find_pieces
 from stormo.parallel.tensor.hybrid import find_classifier
 from stormo.parallel.tensor.plan import COLUMN, GATHERED, ROW, WHOLE_ROW, derive_plan, matched
 from stormo.parallel.tensor.split import KINDS
 from stormo.parallel.units import units_of
-from stormo.predict.fake_tensors import OTHER, FakeModel, MemoryTrace, storage_of
+from stormo.predict.fake_tensors import OTHER, FakeModel, MemoryTrace, storage_key
 from stormo.predict.forecast import ModelSize, ParameterSize
 from stormo.tasks.task import Task
 
-_SIDES = (7, 11, 13, 17, 19, 23, 29, 31)  # of small parameters, all different, so that a side is known by its length
+_SIDES = (7, 11, 13, 17, 19, 23, 29, 31)  # of small parameters, all different: a length names its side
 
 
 def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig) -> ModelSize:
@@ -39,7 +39,7 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
     Parameters that the task's optimizer leaves out are frozen in `fake_model`.
     """
     twin, fake = fake_model.model(), fake_model.fake
-    optimizer = own_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer)
+    optimizer = make_task_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer)
     fake_model.frozen |= {name for name, parameter in twin.named_parameters() if not parameter.requires_grad}
     state, step_bytes, notices = _optimizer_bytes(twin, optimizer, fake)
     units = units_of(twin, settings.sharding.shard_modules)
@@ -54,7 +54,7 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 state_bytes=state.get(name, 0),
                 block=next((unit for unit in units if name.startswith(f"{unit}.")), ""),
-                keeps_format=_has_statistics(twin.get_submodule(name.rpartition(".")[0])),
+                keeps_format=has_statistics(twin.get_submodule(name.rpartition(".")[0])),
             )
             for name, parameter in twin.named_parameters()
         ),
@@ -66,7 +66,7 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
 
 
 def _optimizer_bytes(
-    model: nn.Module, optimizer: Optimizer, fake: FakeTensorMode
+    model: nn.Module, optimizer: Optimizer, fake: AbstractContextManager[Any]
 ) -> tuple[dict[str, int], int, list[str]]:
     """Bytes of state by parameter, the temporary memory of a step, and notices of what is not known."""
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -126,8 +126,7 @@ def _tensors(kept: Mapping[Any, Any]) -> list[Tensor]:
 
 
 def _bytes_in(kept: Mapping[Any, Any]) -> int:
-    storages = {storage_of(tensor)._cdata: storage_of(tensor).nbytes() for tensor in _tensors(kept)}
-    return sum(storages.values())
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(kept)}.values())
 
 
 def tensor_sharded(task: Task, model: nn.Module, num_workers: int) -> frozenset[str]:
@@ -154,12 +153,16 @@ def tensor_sharded(task: Task, model: nn.Module, num_workers: int) -> frozenset[
 def keep_tensor_shard(task: Task, model: nn.Module, num_workers: int) -> None:
     """Keep one worker's shard of the column- and row-parallel layers, in place."""
     for path, wish in matched(model, derive_plan(task, model, num_workers)).items():
-        layer = model.get_submodule(path)
-        for name, dim in KINDS[wish.kind].dims.items() if wish.kind in (COLUMN, ROW) else ():
-            whole = getattr(layer, name, None)
-            if whole is not None:
-                part = whole.narrow(dim, 0, whole.shape[dim] // num_workers).clone()
-                setattr(layer, name, nn.Parameter(part, whole.requires_grad))
+        if wish.kind in (COLUMN, ROW):
+            _keep_shard(model.get_submodule(path), wish.kind, num_workers)
+
+
+def _keep_shard(layer: nn.Module, kind: str, num_workers: int) -> None:
+    for name, dim in KINDS[kind].dims.items():
+        whole = getattr(layer, name, None)
+        if whole is not None:
+            part = whole.narrow(dim, 0, whole.shape[dim] // num_workers).clone()
+            setattr(layer, name, nn.Parameter(part, whole.requires_grad))
 
 
 def pipeline_stages(task: Task, model: nn.Module, num_workers: int, per_worker: int) -> tuple[frozenset[str], ...]:
@@ -178,7 +181,7 @@ def pipeline_stages(task: Task, model: nn.Module, num_workers: int, per_worker: 
     return tuple(
         frozenset(
             names[parameter]
-            for number in stages_of(worker, num_workers, num_workers * per_worker)
+            for number in worker_stages(worker, num_workers, num_workers * per_worker)
             for piece in stages[number]
             for parameter in piece.parameters()
         )
@@ -209,11 +212,7 @@ def keep_hybrid_shard(task: Task, model: nn.Module, num_workers: int) -> None:
     found = find_classifier(task, model, num_workers)
     for path, wish in matched(model, found.plan).items():
         layer = model.get_submodule(path)
-        for name, dim in KINDS[wish.kind].dims.items():
-            whole = getattr(layer, name, None)
-            if whole is not None:
-                part = whole.narrow(dim, 0, whole.shape[dim] // num_workers).clone()
-                setattr(layer, name, nn.Parameter(part, whole.requires_grad))
+        _keep_shard(layer, wish.kind, num_workers)
         if wish.kind in _WHOLE:
             layer.forward = functools.partial(_WHOLE[wish.kind], layer, num_workers)
     module: Any = model.get_submodule(found.path)
@@ -240,9 +239,13 @@ _WHOLE: dict[str, Callable[..., Tensor]] = {GATHERED: _gathered, WHOLE_ROW: _row
 
 
 def _gather_and_classify(
-    trunk: Sequence[Callable[[Tensor], Tensor]], classifier: Callable[[Tensor], Tensor], num_workers: int, x: Tensor
+    feature_layers: Sequence[Callable[[Tensor], Tensor]],
+    classifier: Callable[[Tensor], Tensor],
+    num_workers: int,
+    x: Tensor,
 ) -> Tensor:
-    every: tuple[Tensor, ...] = _AllGather.apply(_in_order(trunk, x), num_workers)  # type: ignore[no-untyped-call]
+    features = _in_order(feature_layers, x)
+    every: tuple[Tensor, ...] = _AllGather.apply(features, num_workers)  # type: ignore[no-untyped-call]
     mine: Tensor = _ReduceToOwner.apply(*map(classifier, every))  # type: ignore[no-untyped-call]
     return mine
 

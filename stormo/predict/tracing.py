@@ -43,7 +43,7 @@ def forbid_fetching(task: Task) -> None:
         task._folder = find_or_fetch(Path(folder) if folder else None, offline=True)
 
     def refuse() -> None:
-        raise FileNotFoundError(f"{type(task).__name__}.fetch() would bring the data")
+        raise FileNotFoundError(f"{type(task).__name__}.fetch() would fetch the data")
 
     task.fetch = refuse  # type: ignore[method-assign]
 
@@ -54,7 +54,7 @@ def few_samples(task: Task) -> Any:
 
 
 class Tracer:
-    """Traces passes of one task's model, each kind once.
+    """Traces micro-batches of one task's model, each kind once.
 
     `batch` holds a few real samples. With `on_gpu` it counts what GPU kernels keep, with `has_fused` also those of
     stormo's fused layers.
@@ -75,7 +75,7 @@ class Tracer:
         self._task, self._fake_model, self._batch, self._fake = task, fake_model, batch, fake_model.fake
         self._half, self._precision = HALF_DTYPES.get(precision), precision
         self._on_gpu, self._has_fused = on_gpu, has_fused
-        self._shard_modules, self._ghosts = shard_modules, ghost_batch_size
+        self._shard_modules, self._ghost_batch_size = shard_modules, ghost_batch_size
         self._seen: dict[tuple[Any, ...], MemoryCurve] = {}
 
     def curve(
@@ -101,10 +101,8 @@ class Tracer:
                 num_parts=num_parts,
                 is_hybrid=is_hybrid,
             )
-            watched = [self._traced(model, one) for one in (size, 2 * size)]
-            self._seen[key] = MemoryCurve(
-                (size, 2 * size), (watched[0][0], watched[1][0]), (watched[0][1], watched[1][1])
-            )
+            traced = [self._traced(model, one) for one in (size, 2 * size)]
+            self._seen[key] = MemoryCurve((size, 2 * size), (traced[0][0], traced[1][0]), (traced[0][1], traced[1][1]))
         return self._seen[key]
 
     def batch_bytes(self, size: int) -> int:
@@ -127,8 +125,8 @@ class Tracer:
         if num_parts > 1:
             with self._fake_model.fake:
                 (keep_hybrid_shard if is_hybrid else keep_tensor_shard)(self._task, model, num_parts)
-        if self._ghosts is not None:
-            model = convert_ghost_batch_norm(model, self._ghosts)
+        if self._ghost_batch_size is not None:
+            model = convert_ghost_batch_norm(model, self._ghost_batch_size)
         if self._on_gpu and self._has_fused and is_fused:
             fuse_layers(model)
         if is_sharded and self._half is not None:  # fully_shard gathers weights in that dtype
@@ -175,7 +173,7 @@ class Tracer:
 
     @contextmanager
     def _reasons(self) -> Iterator[None]:
-        """Turn any failure of a pass without values into a reason."""
+        """Turn any failure of a micro-batch without values into a reason."""
         log = logging.getLogger("torch._subclasses.fake_tensor")
         level = log.level
         log.setLevel(logging.CRITICAL)
@@ -191,7 +189,7 @@ class Tracer:
 
 
 def _reason(error: Exception) -> str:
-    """Why a pass cannot run without values; torch has only the name of an operation."""
+    """Why a micro-batch cannot run without values; torch has only the name of an operation."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     if isinstance(error, DataDependentOutputException):
         return f"it reads a value, as .item(), float() and if do: {first}"

@@ -19,23 +19,10 @@ NAMES = ("input", "forward+backward", "exchange", "optimizer", "validation", "ch
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 
-class _NvtxRange:
-    """A bar on the thread's line in Nsight Systems."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        torch.cuda.nvtx.range_push(self._name)
-
-    def __exit__(self, *raised: object) -> None:
-        torch.cuda.nvtx.range_pop()
-
-
 _KINDS: dict[str, Callable[[str], AbstractContextManager[Any]] | None] = {
     "off": None,
     "profiler": record_function,
-    "nvtx": _NvtxRange,
+    "nvtx": torch.cuda.nvtx.range,
 }
 _kind = "off"
 _make = _KINDS[_kind]

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stormo.errors import counted
+from stormo.errors import pluralize
 
 Interval = tuple[int, int]  # start and end in whole nanoseconds, so that sums are exact
-Moments = list[Interval]
+Intervals = list[Interval]
 
 
-def union(intervals: Iterable[Interval]) -> Moments:
+def union(intervals: Iterable[Interval]) -> Intervals:
     """The union, sorted and disjoint."""
-    merged: Moments = []
+    merged: Intervals = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
             if end > merged[-1][1]:
@@ -31,9 +31,9 @@ def union(intervals: Iterable[Interval]) -> Moments:
     return merged
 
 
-def both(first: Moments, second: Moments) -> Moments:
+def intersection(first: Intervals, second: Intervals) -> Intervals:
     """The intersection."""
-    shared: Moments = []
+    shared: Intervals = []
     i = j = 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -46,16 +46,16 @@ def both(first: Moments, second: Moments) -> Moments:
     return shared
 
 
-def without(first: Moments, second: Moments) -> Moments:
+def difference(first: Intervals, second: Intervals) -> Intervals:
     """The first set without the second."""
     if not first or not second:
         return first
     low, high = min(first[0][0], second[0][0]), max(first[-1][1], second[-1][1])
     edges = [low, *(edge for interval in second for edge in interval), high]
-    return both(first, list(zip(edges[::2], edges[1::2], strict=True)))
+    return intersection(first, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
-def lengths(spans: Sequence[Interval], moments: Moments) -> list[int]:
+def lengths(spans: Sequence[Interval], moments: Intervals) -> list[int]:
     """The length of the set within each span; the spans are sorted and disjoint."""
     found, i = [0] * len(spans), 0
     for number, (begin, end) in enumerate(spans):
@@ -71,7 +71,7 @@ def lengths(spans: Sequence[Interval], moments: Moments) -> list[int]:
 STEP = "ProfilerStep#"  # as torch's own tools name a step
 PARTS = ("compute", "overlapped", "exposed", "input", "idle")
 _MOST_OPERATIONS = 40
-_APART = ("validation", "checkpoint")  # may lie between two steps and belong to none
+_BETWEEN_STEPS = ("validation", "checkpoint")  # may lie between two steps and belong to none
 
 Event = Mapping[str, Any]
 
@@ -138,42 +138,46 @@ def _parse(events: Iterable[Event], wanted: set[int]) -> _Trace:
     return trace
 
 
-def _on_host(trace: _Trace) -> tuple[list[Interval], dict[str, Moments]]:
+def _on_host(trace: _Trace) -> tuple[list[Interval], dict[str, Intervals]]:
     """Steps and their parts, by the training thread."""
-    passes = union(trace.ranges["forward+backward"])
-    begins = [begin for begin, _ in passes]
-    # Only transfers that a forward-backward pass started: a vote is always in flight, and nobody waits for it.
+    micro_batches = union(trace.ranges["forward+backward"])
+    begins = [begin for begin, _ in micro_batches]
+    # Only transfers that a micro-batch started: a vote is always in flight, and nobody waits for it.
     transfers = union(
-        when for when in trace.gloo if (index := bisect_right(begins, when[0]) - 1) >= 0 and when[0] < passes[index][1]
+        when
+        for when in trace.gloo
+        if (index := bisect_right(begins, when[0]) - 1) >= 0 and when[0] < micro_batches[index][1]
     )
     communicating = [when for name, when in trace.operations if name.startswith("c10d::")]
     working = union(when for name, when in trace.operations if not name.startswith("c10d::"))
-    # A pass that does nothing during a transfer waits for it.
-    exposed = union([*trace.ranges["exchange"], *communicating, *both(without(passes, working), transfers)])
-    waiting = without(union(trace.ranges["input"]), exposed)
-    working = without(without(working, exposed), waiting)
+    # A micro-batch that does nothing during a transfer waits for it.
+    exposed = union(
+        [*trace.ranges["exchange"], *communicating, *intersection(difference(micro_batches, working), transfers)]
+    )
+    waiting = difference(union(trace.ranges["input"]), exposed)
+    working = difference(difference(working, exposed), waiting)
     return [when for _, when in trace.steps], {
-        "compute": without(working, transfers),
-        "overlapped": both(working, transfers),
+        "compute": difference(working, transfers),
+        "overlapped": intersection(working, transfers),
         "exposed": exposed,
         "input": waiting,
     }
 
 
-def _on_device(trace: _Trace) -> tuple[list[Interval], dict[str, Moments]]:
+def _on_device(trace: _Trace) -> tuple[list[Interval], dict[str, Intervals]]:
     """Steps and their parts, by the GPU."""
     communicating = union(when for kind, name, when, _ in trace.device if _is_nccl(kind, name))
     copying = union(when for _, name, when, _ in trace.device if "HtoD" in name)
     working = union(when for kind, name, when, _ in trace.device if not _is_nccl(kind, name) and "HtoD" not in name)
     spans = _device_spans(trace)
-    still = without(without(union(spans), working), communicating)
-    waiting = both(still, union([*trace.ranges["input"], *copying]))
+    still = difference(difference(union(spans), working), communicating)
+    waiting = intersection(still, union([*trace.ranges["input"], *copying]))
     # While the host waits for sums (Gloo), the device is idle.
-    standing = both(without(still, waiting), union(trace.ranges["exchange"]))
+    standing = intersection(difference(still, waiting), union(trace.ranges["exchange"]))
     return spans, {
-        "compute": without(working, communicating),
-        "overlapped": both(working, communicating),
-        "exposed": union([*without(communicating, working), *standing]),
+        "compute": difference(working, communicating),
+        "overlapped": intersection(working, communicating),
+        "exposed": union([*difference(communicating, working), *standing]),
         "input": waiting,
     }
 
@@ -195,10 +199,10 @@ def _device_spans(trace: _Trace) -> list[Interval]:
         last[index] = max(last.get(index, end), end)
         if kind == "kernel" and not _is_nccl(kind, name):  # copies of later batches come early
             first[index] = min(first.get(index, begin), begin)
-    apart = union(when for name in _APART for when in trace.ranges[name])
+    between = union(when for name in _BETWEEN_STEPS for when in trace.ranges[name])
     spans: list[Interval] = []
     for index, (begin, end) in enumerate(host):
-        is_cut = index == 0 or both([(host[index - 1][1], begin)], apart) != []
+        is_cut = index == 0 or intersection([(host[index - 1][1], begin)], between) != []
         start = begin if is_cut else max(first.get(index, begin), spans[-1][0])
         if index:
             spans[-1] = spans[-1][0], min(start, spans[-1][1]) if is_cut else start
@@ -276,7 +280,7 @@ def overview(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the summaries of all workers: seconds a step, as mean, least and most over the workers."""
     recorded = [rank for rank in ranks if rank["steps"]]
     figures = {
-        name: _spread([_mean([step[f"{name}_s"] for step in rank["steps"]]) for rank in recorded])
+        name: _mean_min_max([_mean([step[f"{name}_s"] for step in rank["steps"]]) for rank in recorded])
         for name in ("time", *PARTS)
     }
     return {
@@ -297,19 +301,19 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         return failures
     step_s = found["step_time_s"]["mean"]
     kind = "GPU" if any(rank["device"] == "gpu" for rank in ranks if rank["steps"]) else "CPU"
-    workers = counted(len(ranks), "worker")
+    workers = pluralize(len(ranks), "worker")
     shown = [f"Profile of steps {steps[0]} to {steps[-1]}, {workers}, by {kind} time: {_time(step_s)} a step"]
     head = ("share", "mean", *(("least", "most") if len(ranks) > 1 else ()))
     shown.append(f"  {'':34}{''.join(f'{word:>11}' for word in head)}")
     for part in PARTS:
-        spread = found["parts_s"][part]
-        times = [spread["mean"], *([spread["min"], spread["max"]] if len(ranks) > 1 else [])]
-        share = f"{100 * spread['mean'] / step_s:.1f} %" if step_s else "n/a"
+        figure = found["parts_s"][part]
+        times = [figure["mean"], *([figure["min"], figure["max"]] if len(ranks) > 1 else [])]
+        share = f"{100 * figure['mean'] / step_s:.1f} %" if step_s else "n/a"
         shown.append(f"  {_LABELS[part]:34}{share:>11}{''.join(f'{_time(seconds):>11}' for seconds in times)}")
     shown.append("The operations that took the most time:")
     for row in found["operations"]:
         share = f"{100 * row['time_s'] / step_s:.1f} %" if step_s else "n/a"
-        calls = counted(f"{row['calls']:.1f}".removesuffix(".0"), "call")
+        calls = pluralize(f"{row['calls']:.1f}".removesuffix(".0"), "call")
         shown.append(f"  {_cut(row['name']):56}{share:>8}{_time(row['time_s']):>11}  {calls}")
     return [*shown, *_advice(found, step_s), *failures]
 
@@ -335,7 +339,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _mean_min_max(values: Sequence[float]) -> dict[str, float]:
     return {"mean": _mean(values), "min": min(values), "max": max(values)} if values else {}
 
 

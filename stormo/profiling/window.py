@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from stormo.config.plan.profile import ProfileSpec
+from stormo.config.plan.steps import ProfileSpec
 from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.profiling.ranges import range_of, record_ranges

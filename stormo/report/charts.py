@@ -1,4 +1,4 @@
-"""What the page is made of: panels with charts and tables, as plain data that knows nothing of HTML."""
+"""Panels, charts and tables as plain data: described once, for the page (plotly) and for `--png` (matplotlib)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-MOST_POINTS = 1200  # a longer line is drawn by the lowest and highest point of each interval
-MOST_LINES = 12  # a fuller chart shows the lowest, the mean and the highest of each run
-MOST_COMPARED_LINES = 6  # the same, where several runs are compared
-_CROWD_INTERVALS = 300
+MAX_POINTS = 1200  # a longer line is drawn by the lowest and highest point of each interval
+MAX_LINES = 12  # a chart with more shows the lowest, the mean and the highest of each run
+_MAX_COMPARED_LINES = 6  # the same, where several runs are compared
+_MERGED_INTERVALS = 300
 
 AXES = ("step", "epoch", "time_s")
 
-# How lines and bars look: Okabe and Ito's colours, which the colour-blind can tell apart, ordered for the ground they
-# stand on; dashes, symbols and patterns by plotly's name (the page), each with matplotlib's (`--png`).
+# Okabe and Ito's colours, which the colour-blind can distinguish, ordered for a light and a dark background; dashes,
+# symbols and patterns by plotly's name, each with matplotlib's.
 COLOURS = {
     "light": ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8400"),
     "dark": ("#56B4E9", "#E69F00", "#2BBF95", "#CC79A7", "#F0E442", "#E8793A", "#FFFFFF", "#4C9BD6"),
@@ -42,17 +42,17 @@ class Series:
     y: Sequence[float | None]
     mode: str = "lines"  # lines, points (joined), steps (a value holds until the next)
 
-    def thinned(self, most: int = MOST_POINTS) -> Series:
-        """The line with at most about that many points; its peaks stay."""
+    def thinned(self, most: int = MAX_POINTS) -> Series:
+        """The line with at most about that many points; it keeps its peaks."""
         if len(self.y) <= most:
             return self
         kept = thin(self.y, most)
-        at = {axis: [places[index] for index in kept] for axis, places in self.at.items()}
+        at = {axis: [positions[index] for index in kept] for axis, positions in self.at.items()}
         return replace(self, at=at, y=[self.y[index] for index in kept])
 
 
 class LineStyle(NamedTuple):
-    """The label of a line, and its place in `COLOURS` (and `SYMBOLS`) and in `DASHES`."""
+    """The label of a line, and its index in `COLOURS` (and `SYMBOLS`) and in `DASHES`."""
 
     label: str
     colour: int
@@ -60,7 +60,7 @@ class LineStyle(NamedTuple):
 
 
 def line_styles(series: Sequence[Series], runs: Sequence[str]) -> list[LineStyle]:
-    """How the lines of a chart look: where runs are compared, a colour is a run and a dash a name."""
+    """Where runs are compared, a colour is a run and a dash a name."""
     names = list(dict.fromkeys(line.name for line in series))
     styles = []
     for line in series:
@@ -93,60 +93,60 @@ def make_line(
     """A list with the line through (position, value) points, empty if no value is known."""
     at: dict[str, list[float]] = {}
     y: list[float | None] = []
-    for places, value in points:
-        for axis, place in places.items():
-            at.setdefault(axis, []).append(place)
+    for positions, value in points:
+        for axis, position in positions.items():
+            at.setdefault(axis, []).append(position)
         y.append(float(value) if isinstance(value, int | float) and math.isfinite(value) else None)
     return [Series(run=run, name=name, at=at, y=y, mode=mode)] if any(value is not None for value in y) else []
 
 
-def merge_crowd(series: Sequence[Series], noun: str) -> tuple[list[Series], str]:
-    """The lines or, of too many, the lowest, mean and highest of each run, and a sentence that says so."""
+def merge_lines(series: Sequence[Series], noun: str) -> tuple[list[Series], str]:
+    """The lines or, if there are too many, the lowest, mean and highest of each run, with a note."""
     runs = sorted({line.run for line in series})
-    if len(series) <= (MOST_LINES if len(runs) == 1 else MOST_COMPARED_LINES):
+    if len(series) <= (MAX_LINES if len(runs) == 1 else _MAX_COMPARED_LINES):
         return list(series), ""
     drawn: list[Series] = []
     for run in runs:
-        drawn += _crowd([line for line in series if line.run == run], noun)
+        drawn += _merge_run([line for line in series if line.run == run], noun)
     return (
         drawn,
-        f"{len(series)} {noun}: drawn are the lowest, the mean and the highest; --csv of stormo report writes all.",
+        f"{len(series)} {noun}: the lowest, the mean and the highest are drawn; stormo report --csv writes all.",
     )
 
 
-def _crowd(series: Sequence[Series], noun: str) -> list[Series]:
+def _merge_run(series: Sequence[Series], noun: str) -> list[Series]:
     if len(series) <= 3:
         return list(series)
     axes = [axis for axis in AXES if all(axis in line.at for line in series)]
-    along = axes[-1]
-    low = min(min(line.at[along]) for line in series)
-    high = max(max(line.at[along]) for line in series)
-    stretch = (high - low) / _CROWD_INTERVALS or 1.0
+    axis_name = axes[-1]
+    low = min(min(line.at[axis_name]) for line in series)
+    high = max(max(line.at[axis_name]) for line in series)
+    width = (high - low) / _MERGED_INTERVALS or 1.0
     buckets: dict[int, list[tuple[dict[str, float], float]]] = {}
     for line in series:
         for index, value in enumerate(line.y):
             if value is not None:
-                places = {axis: line.at[axis][index] for axis in axes}
-                buckets.setdefault(int((places[along] - low) / stretch), []).append((places, value))
-    pick: dict[str, Callable[[list[float]], float]] = {
+                positions = {axis: line.at[axis][index] for axis in axes}
+                buckets.setdefault(int((positions[axis_name] - low) / width), []).append((positions, value))
+    merges: dict[str, Callable[[list[float]], float]] = {
         "lowest": min,
         "mean": lambda values: math.fsum(values) / len(values),
         "highest": max,
     }
     return [
         found
-        for name, choose in pick.items()
+        for name, merge in merges.items()
         for found in make_line(
             series[0].run,
             f"{name} of {len(series)} {noun}",
-            ((bucket[0][0], choose([value for _, value in bucket])) for _, bucket in sorted(buckets.items())),
+            ((bucket[0][0], merge([value for _, value in bucket])) for _, bucket in sorted(buckets.items())),
         )
     ]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure; without a line it says why it is empty."""
+    """A line chart, or the reason why it is empty."""
 
     id: str
     title: str
@@ -166,7 +166,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Bars of parts that sum to a whole, one bar per run."""
+    """Stacked bars, one per run."""
 
     id: str
     title: str
@@ -182,13 +182,13 @@ class Bar(NamedTuple):
     start: float
     length: float
     label: str
-    words: str
+    hover: str
     shade: int  # 0 is the full colour, higher is paler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """What workers did when: one row per worker, one colour per kind."""
+    """A timeline: one row per worker, one colour per kind."""
 
     id: str
     title: str

@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from stormo.report.charts import Chart, Panel, Series, Stack, Table, make_line, merge_crowd
-from stormo.report.history import History, Line, Places
+from stormo.report.charts import Chart, Panel, Series, Stack, Table, make_line, merge_lines
+from stormo.report.history import History, Line, Position
 from stormo.report.training import event_lines
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
 
 _GIB, _MB = 2.0**30, 1e6
-_MOST_BINS = 20_000
-_LEAST_MEASURED = 0.2  # share of a bin; less tells no power
+_MAX_BINS = 20_000
+_LEAST_MEASURED = 0.2  # share of a bin; less is too little for a power
 _KINDS = {"gpu": "GPUs", "cpu": "CPUs", "dram": "memory (DRAM)"}
 _PARTS = {
     "training": "useful training",
     "waiting": "waiting for input and for others",
     "validation": "validation",
     "checkpoint": "checkpoints",
-    "recomputed": "lost and computed again",
+    "recomputed": "lost and recomputed",
     "starting": "starting",
     "idle": "idle",
 }
@@ -38,9 +38,9 @@ class Sampled:
     scale: float = 1.0
     name: str = ""  # of the node's own line
 
-    def value(self, holder: Line) -> Any:
+    def value(self, source: Line) -> Any:
         """The figure in the unit of the chart; None where it is not known."""
-        figure = holder.get(self.key)
+        figure = source.get(self.key)
         return figure / self.scale if isinstance(figure, int | float) else None
 
 
@@ -50,13 +50,13 @@ def sampled_lines(histories: Sequence[History], figure: Sampled) -> list[Series]
     for run, history in enumerate(histories):
         for node, samples in history.samples.items():
             prefix = "" if len(history.nodes) == 1 else f"node {node}: "
-            points: dict[str, list[tuple[Places, Any]]] = {}
-            for place, sample in samples:
-                holders: dict[str, Line] = {figure.name: sample}
+            points: dict[str, list[tuple[Position, Any]]] = {}
+            for position, sample in samples:
+                sources: dict[str, Line] = {figure.name: sample}
                 if figure.owner == "gpus":
-                    holders = {f"GPU {gpu.get('index')}": gpu for gpu in sample.get("gpus") or ()}
-                for name, holder in holders.items():
-                    points.setdefault(f"{prefix}{name}", []).append((place, figure.value(holder)))
+                    sources = {f"GPU {gpu.get('index')}": gpu for gpu in sample.get("gpus") or ()}
+                for name, source in sources.items():
+                    points.setdefault(f"{prefix}{name}", []).append((position, figure.value(source)))
             for name, found in points.items():
                 lines += make_line(run, name, found)
     return lines
@@ -68,9 +68,9 @@ def _sampled_chart(
     every: list[Series] = []
     drawn: list[Series] = []
     notes: dict[str, None] = {}
-    for figure in figures:  # like figures are merged with like
+    for figure in figures:
         lines = sampled_lines(histories, figure)
-        shown, note = merge_crowd(lines, "GPUs" if figure.owner == "gpus" else f"nodes ({figure.name})")
+        shown, note = merge_lines(lines, "GPUs" if figure.owner == "gpus" else f"nodes ({figure.name})")
         every, drawn = every + lines, drawn + shown
         notes |= {note: None} if note else {}
     samples = [sample for history in histories for node in history.samples.values() for _, sample in node]
@@ -105,7 +105,7 @@ def machine_panels(histories: Sequence[History]) -> list[Panel]:
                 chart("memory-gpu", "GPU memory", "GiB", Sampled("gpus", "memory_used_bytes", _GIB)),
                 chart("memory-node", "Node memory", "GiB", node("memory_used_bytes", _GIB, "in use")),
                 Chart(
-                    "memory-peak", "Most memory of a worker", "GiB", peak_lines, from_zero=True,
+                    "memory-peak", "Peak memory of a worker", "GiB", peak_lines, from_zero=True,
                     why_empty="No epoch is done yet.", note=peak_note,
                 ),
             ],
@@ -156,11 +156,11 @@ def energy_scale(most_j: float) -> tuple[float, str]:
 
 
 def _bins(
-    history: History, node: str, taken: dict[tuple[str, str, int], str]
+    history: History, node: str, counted_by: dict[tuple[str, str, int], str]
 ) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
     """Joules of one node by kind of device and bin of running time, and the share of each bin that was measured.
 
-    `taken` keeps which node counts a device of a machine in an attempt: two nodes on one machine read the same device.
+    `counted_by` is the node that counts a device in an attempt: two nodes on one machine read the same device.
     """
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
@@ -174,7 +174,9 @@ def _bins(
             machine = str(line.get("machine") or line.get("host") or node)
             sources = {str(source.get("id")): str(source.get("kind")) for source in line.get("sources") or ()}
             kinds = {
-                key: kind for key, kind in sources.items() if taken.setdefault((machine, key, attempt), node) == node
+                key: kind
+                for key, kind in sources.items()
+                if counted_by.setdefault((machine, key, attempt), node) == node
             }
             before, begin = {}, history.clock.running_s(float(line["time_unix_s"])) / bin_s
         elif line.get("kind") == "energy" and isinstance(line.get("joules"), dict):
@@ -182,18 +184,18 @@ def _bins(
             for source, value in line["joules"].items():
                 if source in kinds and isinstance(value, int | float):
                     found = joules.setdefault(kinds[source], {})
-                    _spread(found, float(value) - float(before.get(source) or 0.0), begin, end)
-            _spread(measured, end - begin, begin, end)
+                    _add_to_bins(found, float(value) - float(before.get(source) or 0.0), begin, end)
+            _add_to_bins(measured, end - begin, begin, end)
             before, begin = line["joules"], end
     return joules, measured
 
 
 def _bin_s(history: History) -> float:
     """A second, longer than the resolution of the counters; more in a very long run."""
-    return max(1.0, history.clock.total_s / _MOST_BINS)
+    return max(1.0, history.clock.total_s / _MAX_BINS)
 
 
-def _spread(bins: dict[int, float], joules: float, begin: float, end: float) -> None:
+def _add_to_bins(bins: dict[int, float], joules: float, begin: float, end: float) -> None:
     """Add energy to the bins between two positions, to each by its share."""
     if end <= begin:
         bins[int(begin)] = bins.get(int(begin), 0.0) + joules
@@ -208,9 +210,9 @@ def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
     measured: dict[int, float] = {}
-    taken: dict[tuple[str, str, int], str] = {}
+    counted_by: dict[tuple[str, str, int], str] = {}
     for node in history.nodes:
-        by_node, measured_there = _bins(history, node, taken)
+        by_node, measured_there = _bins(history, node, counted_by)
         for position, share in measured_there.items():
             measured[position] = max(share, measured.get(position, 0.0))
         for kind, bins in by_node.items():
@@ -245,7 +247,7 @@ def power_panel(histories: Sequence[History]) -> Panel:
         power += _power_series(run, history, by_kind=len(histories) == 1)
         energy += make_line(run, "energy", _cumulative(history))
     if not power:  # the node files are gone, or too short
-        power = event_lines(histories, "step_done", "main node", lambda event: event.get("power_w"))
+        power = event_lines(histories, "step_done", "rank 0's node", lambda event: event.get("power_w"))
     scale, unit = energy_scale(max((value or 0.0 for line in energy for value in line.y), default=0.0))
     reasons = "; ".join(dict.fromkeys(history.no_bill_reason for history in histories if history.no_bill_reason))
     why = f"There is no measured power: {reasons or 'no counter has been read yet'}."
@@ -266,10 +268,10 @@ def _cumulative(history: History) -> Iterator[tuple[dict[str, float], float]]:
         return
     joules: dict[int, list[float]] = {}
     ends_s: dict[int, float] = {}
-    for stretch in history.bill.stretches:
-        end_s = history.clock.running_s(stretch.end_unix_s)
+    for interval in history.bill.intervals:
+        end_s = history.clock.running_s(interval.end_unix_s)
         position = math.ceil(end_s / _bin_s(history))  # nodes do not write at the same moment
-        joules.setdefault(position, []).append(stretch.joules)
+        joules.setdefault(position, []).append(interval.joules)
         ends_s[position] = max(end_s, ends_s.get(position, 0.0))
     total_j = 0.0
     for position in sorted(joules):
@@ -284,7 +286,7 @@ def ledger_panel(histories: Sequence[History]) -> Panel:
     notes = missing[:] if billed else []
     notes += [_named(histories, history, reason) for history, bill in billed for reason in bill.reasons]
     notes += [
-        _named(histories, history, f"{_PARTS[part]}: too short for its counters to tell to within 5 %")
+        _named(histories, history, f"{_PARTS[part]}: too short for its counters to measure within 5 %")
         for history, bill in billed
         for part in bill.uncertain_parts
     ]

@@ -36,7 +36,7 @@ function axisOf(chart) {
 }
 
 const along = (name) => (name === "time_s" ? `running time (${doc.time_unit.name})` : name);
-const places = (values, name) => (name === "time_s" ? values.map((value) => value / doc.time_unit.seconds) : values);
+const positions = (values, name) => (name === "time_s" ? values.map((value) => value / doc.time_unit.seconds) : values);
 
 function layout(id, more = {}) {
   const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -61,7 +61,7 @@ function chartFigure(chart) {
   const name = axisOf(chart);
   const isAlone = chart.series.length === 1;
   const data = chart.series.map((line) => ({
-    type: "scatter", name: escaped(line.label), x: places(line.at[name], name), y: line.y, connectgaps: false,
+    type: "scatter", name: escaped(line.label), x: positions(line.at[name], name), y: line.y, connectgaps: false,
     mode: isAlone && line.mode !== "points" ? "lines" : "lines+markers",
     line: { color: colour(line.colour), width: 1.9, dash: cyclic(doc.style.dashes, line.dash), shape: line.mode === "steps" ? "hv" : "linear" },
     marker: { symbol: cyclic(doc.style.symbols, line.colour), size: 7, color: colour(line.colour), maxdisplayed: line.mode === "points" ? 40 : 7 },
@@ -83,7 +83,7 @@ function chartFigure(chart) {
 function marks(name, ink) {
   const shapes = [], annotations = [];
   for (const mark of doc.timeline) {
-    const x = places([mark[name]], name)[0];
+    const x = positions([mark[name]], name)[0];
     const color = isCompared() ? colour(mark.run) : ink;
     const shape = { type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0 };
     if (mark.kind === "checkpoint" && doc.draws_checkpoints) shapes.push({ ...shape, y1: 0.035, opacity: 0.7, line: { color, width: 1.5 } });
@@ -119,7 +119,7 @@ function lanesFigure(lanes) {
     y: bars.map(([row]) => row), base: bars.map(([, start]) => start), x: bars.map(([, , length]) => length),
     text: bars.map(([, , , label]) => escaped(label)), textposition: "inside", insidetextanchor: "middle",
     textangle: 0, insidetextfont: { color: isDark() ? "#000000" : "#ffffff" },
-    customdata: bars.map(([, , , , words]) => escaped(words)), hovertemplate: "%{customdata}<extra></extra>",
+    customdata: bars.map(([, , , , hover]) => escaped(hover)), hovertemplate: "%{customdata}<extra></extra>",
     marker: { color: colour(index), opacity: bars.map((bar) => 1 - Math.min(0.15 * bar[5], 0.6)),
       line: { color: ground(), width: 1 }, pattern: pattern(index, 0.2) },
   }));
@@ -136,10 +136,10 @@ function stripFigure(strip) {
   const data = doc.runs.map((run, index) => {
     const own = doc.timeline.filter((one) => one.run === index);
     return {
-      type: "scatter", mode: "markers", name: escaped(run.name), x: places(own.map((one) => one[axis]), axis),
+      type: "scatter", mode: "markers", name: escaped(run.name), x: positions(own.map((one) => one[axis]), axis),
       y: own.map((one) => kinds.indexOf(one.kind) + (isCompared() ? (index / doc.runs.length - 0.4) * 0.6 : 0)),
       marker: { symbol: cyclic(doc.style.symbols, isCompared() ? index : 3), size: 10, color: colour(index) },
-      text: own.map((one) => wrapped(one.words)), hovertemplate: "%{text}<extra></extra>",
+      text: own.map((one) => wrapped(one.text)), hovertemplate: "%{text}<extra></extra>",
     };
   });
   const drawn = layout(strip.id, { showlegend: isCompared() });

@@ -1,4 +1,4 @@
-"""The page: all panels as a JSON document, and one HTML file around it that loads nothing from outside."""
+"""The page: all panels as a JSON document, in one HTML file that loads nothing from outside."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import MissingPackageError
-from stormo.report.charts import MOST_POINTS, STYLE, Chart, Lanes, LineStyle, Panel, Series, line_styles
-from stormo.report.facts import MOST_TIMELINE_ROWS, fact_panels, summary_figures, timeline, timeline_panel
+from stormo.report.charts import MAX_POINTS, STYLE, Chart, Lanes, LineStyle, Panel, Series, line_styles
 from stormo.report.history import History
 from stormo.report.machines import ledger_panel, machine_panels, power_panel
+from stormo.report.overview import MAX_TIMELINE_ROWS, fact_panels, summary_figures, timeline, timeline_panel
 from stormo.report.training import pipeline_panel, training_panels
 from stormo.telemetry.folder import to_json
 
 _TIME_UNITS = (("s", 1, 180), ("min", 60, 180 * 60), ("h", 3600, 72 * 3600), ("d", 86400, math.inf))
-_MOST_CHART_POINTS = 6000  # over all its lines
-_CHECKPOINTS_DRAWN = 60  # more of them would hide the curves
+_MAX_CHART_POINTS = 6000  # over all its lines
+_MAX_CHECKPOINTS_DRAWN = 60  # more of them would hide the curves
 
 
 def make_panels(histories: Sequence[History]) -> list[Panel]:
@@ -62,20 +62,20 @@ def make_document(histories: Sequence[History]) -> dict[str, Any]:
             }
             for history in histories
         ],
-        "timeline": happened[:MOST_TIMELINE_ROWS],
-        "draws_checkpoints": sum(one["kind"] == "checkpoint" for one in happened) <= _CHECKPOINTS_DRAWN,
+        "timeline": happened[:MAX_TIMELINE_ROWS],
+        "draws_checkpoints": sum(one["kind"] == "checkpoint" for one in happened) <= _MAX_CHECKPOINTS_DRAWN,
         "style": STYLE,
         "panels": [_panel(panel, [history.label for history in histories]) for panel in make_panels(histories)],
     }
 
 
 def _timeline(run: int, history: History) -> Iterator[dict[str, Any]]:
-    """What happened, with its position on every axis."""
-    for step, event, kind, words in timeline(history):
+    """The timeline, with a position on every axis."""
+    for step, event, kind, text in timeline(history):
         yield {
             "run": run,
             "kind": kind,
-            "words": words,
+            "text": text,
             "step": step,
             "epoch": round(history.epoch_at(step), 4),
             "time_s": round(history.clock.running_s(event["time_unix_s"]), 2),
@@ -99,7 +99,7 @@ def _panel(panel: Panel, runs: Sequence[str]) -> dict[str, Any]:
 
 
 def _chart(chart: Chart, runs: Sequence[str]) -> dict[str, Any]:
-    most = min(MOST_POINTS, _MOST_CHART_POINTS // max(len(chart.series), 1))
+    most = min(MAX_POINTS, _MAX_CHART_POINTS // max(len(chart.series), 1))
     drawn = [line.thinned(most) for line in chart.series]
     num_points, num_drawn = (sum(len(line.y) for line in lines) for lines in (chart.series, drawn))
     thinned = (

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stormo.errors import counted
-from stormo.parallel.pipeline.bubble import Span
-from stormo.report.charts import Bar, Chart, Lanes, Panel, Series, Table, make_line, merge_crowd
-from stormo.report.history import History, Line, Places
+from stormo.config.strategies import SPECS
+from stormo.errors import pluralize
+from stormo.parallel.pipeline.schedules import Span
+from stormo.report.charts import Bar, Chart, Lanes, Panel, Series, Table, make_line, merge_lines
+from stormo.report.history import History, Line, Position
 from stormo.telemetry.events import speed_of
 
 _NO_STEP = "No step has been recorded yet."
 _NO_EPOCH = "No epoch is done yet."
 _NO_WORKERS = "No epoch with the times of each worker is done yet; runs of older versions did not record them."
-_MOST_BARS = 6000  # in a figure; more cannot be told apart
+_MAX_BARS = 6000  # in a figure
 # What a pipeline worker does, and its colour: a backward is whole, or split into gradients of inputs and of weights.
 _KINDS = {"F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 2)}
 
@@ -24,7 +25,7 @@ Figure = Callable[[Line], Any]
 
 def training_panels(histories: Sequence[History]) -> list[Panel]:
     """All panels of this file but the pipeline, in the order of the page."""
-    makers = (_loss, _metrics, _throughput, _rate_and_batch, _waiting, _stragglers, _noise)
+    makers = (_loss, _metrics, _throughput, _learning_rate_and_batch, _waiting, _stragglers, _noise)
     return [maker(histories) for maker in makers]
 
 
@@ -34,7 +35,7 @@ def event_lines(
     """One line per run: a figure of each event of a kind."""
     lines: list[Series] = []
     for run, history in enumerate(histories):
-        points = ((places, figure(event)) for places, event in history.placed(event_name))
+        points = ((position, figure(event)) for position, event in history.positioned(event_name))
         lines += make_line(run, name, points, mode=mode)
     return lines
 
@@ -72,8 +73,8 @@ def _metrics(histories: Sequence[History]) -> Panel:
     charts = []
     for index, name in enumerate(names):
         series = event_lines(histories, "epoch_done", "validation", _metric(name), mode="points")
-        words = name.replace("_", " ")
-        charts.append(Chart(f"metric-{index}", f"Validation {words}", words, series))
+        text = name.replace("_", " ")
+        charts.append(Chart(f"metric-{index}", f"Validation {text}", text, series))
     why = "" if charts else f"{_NO_EPOCH} Or the task has no metric besides its loss."
     return Panel("accuracy", "Accuracy", "Exact over the whole validation set.", charts=charts, why_empty=why)
 
@@ -96,13 +97,13 @@ def _worker_chart(
     """One line per worker: a figure of each epoch."""
     lines: list[Series] = []
     for run, history in enumerate(histories):
-        points: dict[int, list[tuple[Places, float | None]]] = {}
-        for places, epoch in history.placed("epoch_done"):
+        points: dict[int, list[tuple[Position, float | None]]] = {}
+        for position, epoch in history.positioned("epoch_done"):
             for worker in epoch.get("workers") or ():
-                points.setdefault(int(worker["rank"]), []).append((places, figure(worker, epoch)))
+                points.setdefault(int(worker["rank"]), []).append((position, figure(worker, epoch)))
         for rank in sorted(points):
             lines += make_line(run, f"worker {rank}", points[rank], mode="points")
-    drawn, note = merge_crowd(lines, "workers")
+    drawn, note = merge_lines(lines, "workers")
     return Chart(id, title, y, drawn, all_series=lines, from_zero=True, why_empty=why, note=note)
 
 
@@ -112,7 +113,7 @@ def _own_samples_per_s(worker: Line, epoch: Line) -> float | None:
     return samples / len(epoch["workers"]) / time_s if time_s and samples else None
 
 
-def _rate_and_batch(histories: Sequence[History]) -> Panel:
+def _learning_rate_and_batch(histories: Sequence[History]) -> Panel:
     rate = _step_lines(histories, "learning rate", lambda event: event.get("learning_rate"))
     batch = [line for run, history in enumerate(histories) for line in _batch_line(run, history)]
     charts = [
@@ -124,7 +125,9 @@ def _rate_and_batch(histories: Sequence[History]) -> Panel:
 
 def _batch_line(run: int, history: History) -> list[Series]:
     of_run = history.started.get("global_batch_size")
-    points = ((places, event.get("global_batch_size") or of_run) for places, event in history.placed("step_done"))
+    points = (
+        (position, event.get("global_batch_size") or of_run) for position, event in history.positioned("step_done")
+    )
     return make_line(run, "global batch", points, mode="steps")
 
 
@@ -154,7 +157,7 @@ def _exposed_percent(epoch: Line) -> float | None:
 
 
 def _own_time_s(worker: Line) -> float:
-    """The time a worker was busy itself: waiting for others makes all of them look alike."""
+    """The time a worker was busy, without waiting for others, which makes all look equal."""
     return float(worker.get("train_time_s") or 0.0) - float(worker.get("exposed_s") or 0.0)
 
 
@@ -164,8 +167,8 @@ def _behind_percent(worker: Line, epoch: Line) -> float | None:
 
 
 def _stragglers(histories: Sequence[History]) -> Panel:
-    is_alone = all((history.started.get("world_size") or 1) == 1 for history in histories)
-    why = "One worker cannot fall behind." if is_alone else _NO_WORKERS
+    is_single = all((history.started.get("world_size") or 1) == 1 for history in histories)
+    why = "One worker cannot fall behind." if is_single else _NO_WORKERS
     chart = _worker_chart(histories, _behind_percent, "stragglers", "Behind the fastest worker", "% more time", why)
     about = (
         "How much longer than the fastest worker each one was busy in an epoch, without measured waiting for others."
@@ -189,8 +192,8 @@ def _noise(histories: Sequence[History]) -> Panel:
 
 
 @dataclass(frozen=True)
-class _PipelinePass:
-    """One forward and backward pass of a pipeline, from the summary of a run."""
+class _ScheduleRun:
+    """One run of a pipeline schedule, forward and backward, from the summary of a training."""
 
     label: str
     summary: Mapping[str, Any]
@@ -210,55 +213,56 @@ class _PipelinePass:
 
 
 def pipeline_panel(histories: Sequence[History]) -> Panel:
-    """One picture per run, its idle share beside that of the schedule, and a table of its workers."""
-    passes = [
-        _PipelinePass(history.label, found, [Span(*row) for row in found["spans"]])
+    """A timeline of each run, its idle share and that of the schedule, and a table of its workers."""
+    schedule_runs = [
+        _ScheduleRun(history.label, found, [Span(*row) for row in found["spans"]])
         for history in histories
         if (found := history.summary.get("pipeline"))
     ]
-    many = len(histories) > 1
-    why = "" if passes else "The model was not split into stages (--strategy pipeline)."
-    if not passes and any(_has_stages(history) and not history.summary for history in histories):
-        why = "What the workers did in one pass is written when the run ends."
+    is_comparison = len(histories) > 1
+    why = "" if schedule_runs else "The model was not split into stages (--strategy pipeline)."
+    if not schedule_runs and any(_has_stages(history) and not history.summary for history in histories):
+        why = "The trace of the schedule is written when the run ends."
     columns = ["run", "worker", "stages", "forward", "backward", "idle"]
-    rows = [row for one in passes for row in _worker_rows(one)]
+    rows = [row for one in schedule_runs for row in _worker_rows(one)]
     return Panel(
         "pipeline",
         "Pipeline",
-        "What the workers of one copy of the model did in one early pass; where nothing is drawn they waited.",
-        lanes=[_lanes(number, one, f"{one.label}: " if many else "") for number, one in enumerate(passes)],
+        "What the workers of one replica did in one early run of the schedule; where nothing is drawn they waited.",
+        lanes=[_lanes(number, one, is_comparison=is_comparison) for number, one in enumerate(schedule_runs)],
         tables=[Table("pipeline", "Workers of the pipeline", columns, rows, first_figure=3)] if rows else [],
-        notes=[f"{one.label}: {_idle_words(one)}" if many else _idle_words(one) for one in passes],
+        notes=[f"{one.label}: {_idle_text(one)}" if is_comparison else _idle_text(one) for one in schedule_runs],
         why_empty=why,
     )
 
 
 def _has_stages(history: History) -> bool:
-    strategy, mesh = (history.config.get(f"workers.{key}", "") for key in ("strategy", "mesh"))
-    return strategy in ("pipeline", "naive") or "pipeline=" in mesh
+    spec = SPECS.get(history.config.get("workers.strategy", ""))
+    return (spec is not None and spec.axis == "pipeline") or "pipeline=" in history.config.get("workers.mesh", "")
 
 
-def _idle_words(one: _PipelinePass) -> str:
+def _idle_text(one: _ScheduleRun) -> str:
     summary = one.summary
-    sizes = f"{counted(summary['num_stages'], 'stage')} on {counted(one.num_workers, 'worker')}"
+    sizes = f"{pluralize(summary['num_stages'], 'stage')} on {pluralize(one.num_workers, 'worker')}"
     return (
-        f"The workers were idle for {_percent(summary['measured_bubble'])} of the pass. The schedule "
-        f"{summary['schedule']} ({sizes}, {counted(summary['micro_batches'], 'micro-batch')}) leaves them idle for "
+        f"The workers were idle for {_percent(summary['measured_bubble'])} of the time. The schedule "
+        f"{summary['schedule']} ({sizes}, {pluralize(summary['micro_batches'], 'micro-batch')}) leaves them idle for "
         f"{_percent(summary['predicted_bubble'])} if all stages take equally long and sending takes no time."
     )
 
 
-def _lanes(number: int, one: _PipelinePass, prefix: str) -> Lanes:
+def _lanes(number: int, one: _ScheduleRun, *, is_comparison: bool) -> Lanes:
+    prefix = f"{one.label}: " if is_comparison else ""
     scale, unit = (1.0, "s") if one.length_s >= 10 else (1e3, "ms")
     total = 1 + max(span.micro_batch for span in one.spans)
-    most = max(1, _MOST_BARS * total // len(one.spans))
+    most = max(1, _MAX_BARS * total // len(one.spans))
     drawn = [span for span in one.spans if span.micro_batch < most]
     records: list[list[str | float]] = [["worker", "start_s", "stop_s", "what", "micro_batch", "stage"]]
     for span in one.spans:
         records.append([span.worker, span.start, span.stop, _KINDS[span.kind][0], span.micro_batch, span.stage])
     return Lanes(
         id=f"pass-{number}",
-        title=f"{prefix}One pass of {one.summary['schedule']}",
+        title=f"{prefix}One run of {one.summary['schedule']}",
         x_title=unit,
         rows=[f"worker {worker}" for worker in range(one.num_workers)],
         kinds=[
@@ -267,26 +271,26 @@ def _lanes(number: int, one: _PipelinePass, prefix: str) -> Lanes:
             if any(span.kind == kind for span in drawn)
         ],
         records=records,
-        note=f"Drawn are the first {most} of {total} micro-batches; --csv of stormo report writes all."
+        note=f"The first {most} of {total} micro-batches are drawn; stormo report --csv writes all."
         if most < total
         else "",
     )
 
 
-def _bar(one: _PipelinePass, span: Span, scale: float, unit: str) -> Bar:
+def _bar(one: _ScheduleRun, span: Span, scale: float, unit: str) -> Bar:
     start, stop = ((moment - one.start_s) * scale for moment in (span.start, span.stop))
     return Bar(
         row=span.worker,
         start=round(start, 4),
         length=round(stop - start, 4),
         label=str(span.micro_batch),
-        words=f"{_KINDS[span.kind][0]} of micro-batch {span.micro_batch}, stage {span.stage}: "
+        hover=f"{_KINDS[span.kind][0]} of micro-batch {span.micro_batch}, stage {span.stage}: "
         f"{start:.4g} to {stop:.4g} {unit} ({stop - start:.3g} {unit})",
         shade=span.stage // one.num_workers,
     )
 
 
-def _worker_rows(one: _PipelinePass) -> Iterator[list[str]]:
+def _worker_rows(one: _ScheduleRun) -> Iterator[list[str]]:
     for worker in range(one.num_workers):
         own = [span for span in one.spans if span.worker == worker]
         forward_s = sum(span.stop - span.start for span in own if span.kind == "F")

@@ -1,4 +1,4 @@
-"""`stormo watch RUN`: serves the page of a run while it is running, to whoever has the token in its address.
+"""`stormo watch RUN`: serves the page of a running training to whoever has the token in its address.
 
 On loopback unless `--host` is set; plain HTTP, so use an SSH tunnel across a network.
 """
@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from stormo.config.options import Parser
 from stormo.errors import SettingError
-from stormo.report.history import Reader
+from stormo.report.history import files_version, read_history
 from stormo.report.page import check_plotly, make_document, make_page
 from stormo.telemetry.folder import RunFolder, to_json
 from stormo.telemetry.runs_folder import find_run
@@ -47,16 +47,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--port", default="0", metavar="N", help="port to listen on (default: 0, any free one)")
     parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--wait", action="store_true", help="wait for a run whose folder does not exist yet")
-    asked = parser.parse_args(list(arguments))
+    options = parser.parse_args(list(arguments))
     check_plotly()
-    folder = _find(Path(asked.runs_folder), asked.run, waits=asked.wait)
-    server = Server(folder, asked.host, _port(asked.port))
+    folder = _find(Path(options.runs_folder), options.run, wait=options.wait)
+    server = Server(folder, options.host, _port(options.port))
     with server:
         if not folder.is_run:
-            _say(f"{folder.path} holds no run yet: the page waits for it")
+            _print(f"{folder.path} holds no run yet: the page waits for it")
         if not server.is_loopback:
-            _say(f"Warning: --host {asked.host} is open to the network and not encrypted; an SSH tunnel is safer")
-        _say(f"{folder.name} is shown at {server.address}  (Ctrl-C ends it)")
+            _print(f"Warning: --host {options.host} is open to the network and not encrypted; an SSH tunnel is safer")
+        _print(f"{folder.name} is shown at {server.address}  (Ctrl-C ends it)")
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
@@ -64,13 +64,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _find(parent: Path, name: str, *, waits: bool) -> RunFolder:
+def _find(parent: Path, name: str, *, wait: bool) -> RunFolder:
     if not name:
         raise SettingError("an empty name was given", "no run has that name", "name a run: stormo runs lists them")
     for candidate in (parent / name, Path(name)):
         if candidate.is_dir():
             return RunFolder(candidate)
-    return RunFolder(parent / name) if waits else find_run(parent, name)
+    return RunFolder(parent / name) if wait else find_run(parent, name)
 
 
 def _port(text: str) -> int:
@@ -79,7 +79,7 @@ def _port(text: str) -> int:
     raise SettingError(f"--port {text} was set", "a port is a number from 0 to 65535", "set one of them, or 0 for any")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     write_text(f"{text}\n", sys.stdout)
 
 
@@ -93,9 +93,9 @@ class Server(ThreadingHTTPServer):
         self.live = Live(folder)
         self._host = host
         try:
-            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self.address_family = family
-            super().__init__((str(place[0]), port), Handler)
+            super().__init__((str(address[0]), port), Handler)
         except UnicodeError:
             raise SettingError(
                 f"--host {host} was set", "that is not the name of a host", "set another address"
@@ -124,7 +124,7 @@ class Server(ThreadingHTTPServer):
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{self.server_address[1]}/?token={self.token}"
 
-    def is_own_name(self, header: str | None) -> bool:
+    def is_host_allowed(self, header: str | None) -> bool:
         """True where a Host header names this server: a foreign name is an attack on the browser (DNS rebinding)."""
         try:
             host = urlsplit(f"//{header or ''}").hostname or ""
@@ -153,19 +153,19 @@ class Live:
     """The newest document of a run, built once for all viewers."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._reader = Reader(folder)
+        self._folder = folder
         self._lock = threading.Lock()
         self._document: dict[str, Any] | None = None
 
     def document(self) -> dict[str, Any]:
         """The document as of now."""
         with self._lock:
-            version = self._reader.version()
+            version = files_version(self._folder)
             # A silent run changes its state although no file changes.
             version += f"-{int(time.time() // 60)}"
             if self._document is None or self._document["version"] != version:
                 began = time.perf_counter()
-                document = make_document([self._reader.read()])
+                document = make_document([read_history(self._folder)])
                 poll_s = max(_POLL_S, (time.perf_counter() - began) / _BUILDS_SHARE)
                 self._document = {**document, "version": version, "poll_s": round(poll_s, 1)}
             return self._document
@@ -184,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query_text = self.path.partition("?")
         query = parse_qs(query_text)
         token = query.get("token", [""])[0]
-        if not self.server.is_own_name(self.headers.get("Host")):
+        if not self.server.is_host_allowed(self.headers.get("Host")):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this server has another name\n")
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "the address lacks the token that stormo watch printed\n")

@@ -1,1 +1,1 @@
-"""What a user's own training loop needs: `stormo.World` joins, spreads, weighs, reduces, saves and loads."""
+"""What a user's own training loop needs: `stormo.World` joins the workers, shares batches, reduces, saves and loads."""

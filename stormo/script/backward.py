@@ -17,25 +17,25 @@ from torch.autograd.function import BackwardCFunction
 from stormo.errors import SettingError, StormoError
 from stormo.script.collective_check import call_site
 from stormo.script.loop import BatchInfo, LoaderBase, Loop
-from stormo.script.loss_graph import Look, divisors_differ, look
+from stormo.script.loss_graph import LossTerms, item_counts_differ, read_terms
 from stormo.script.stepping import Group
 
-_NUM_LOOKS = 3  # at the losses of one line: what they are means over does not change from batch to batch
-_Weighing = Literal["samples", "count", "sum"]
+_NUM_CHECKS = 3  # of the losses of one line: what they are means over does not change from batch to batch
+_Weighting = Literal["samples", "count", "sum"]
 
 
 @dataclass(slots=True)
 class _Term:
     """One of the losses that a step adds up, over all of its micro-batches."""
 
-    weighing: _Weighing
+    weighting: _Weighting
     first_total: float = 0.0  # the count of all workers in the first micro-batch,
     total: float = 0.0  # and in all of them so far
 
     @property
     def divisor(self) -> float:
         """What its gradient is divided by in the end: a count is known only after the last micro-batch."""
-        return self.total / self.first_total if self.weighing == "count" else 1.0
+        return self.total / self.first_total if self.weighting == "count" else 1.0
 
 
 class Backward:
@@ -45,7 +45,7 @@ class Backward:
         self._loop = loop
         self._terms: dict[tuple[int | None, int], _Term] = {}  # of this step, by loader and loss of a micro-batch
         self._last: dict[int | None, tuple[BatchInfo | None, int]] = {}  # of each loader: its batch, and losses so far
-        self._num_looks: dict[str, int] = {}  # by line of the script
+        self._num_checks: dict[str, int] = {}  # by line of the script
 
     def __call__(
         self,
@@ -70,7 +70,7 @@ class Backward:
         site = call_site()
         post = self._post_text(site, is_last=is_last, is_sum=is_sum)
         if source is not None and count is None and reduction is None:
-            self._look_for_sums(loss, source, site, post)
+            self._check_reduction(loss, source, site, post)
         weight = self._weight(source, count, post, is_sum=is_sum)
         try:
             before = None
@@ -114,14 +114,14 @@ class Backward:
             )
         if len({(info.num_samples, info.step_samples, info.is_last) for _, info in found}) > 1:
             raise SettingError(
-                "world.backward() was called with several loaders under way",
-                "the loss belongs to one of them, and their batches weigh differently",
+                "world.backward() was called with several active loaders",
+                "the loss belongs to one of them, and their batches have different weights",
                 "name it: world.backward(loss, loader=...)",
             )
         return found[-1][0] if found else None
 
     def _mark_trained(self, loaders: list[LoaderBase], *, more: bool) -> None:
-        """A loss without loader= is of all loaders that are under way, as in a zip() of them."""
+        """A loss without loader= is of all active loaders, as in a zip() of them."""
         for loader in loaders:
             info = loader.batch_info
             if info is None:
@@ -144,30 +144,30 @@ class Backward:
             text += "".join(f", over {group.exchange.signature}" for group in self._loop.groups)
         return text
 
-    def _look_for_sums(self, loss: Tensor, source: LoaderBase, site: str, post: str) -> None:
-        """Refuse, the first times at a line, a sum that would be taken for a mean; tell of means over other things."""
+    def _check_reduction(self, loss: Tensor, source: LoaderBase, site: str, post: str) -> None:
+        """In the first batches at a line: refuse a sum that would be taken for a mean, warn of a mean over tokens."""
         world = self._loop.world
-        num_looks = self._num_looks[site] = self._num_looks.get(site, 0) + 1
-        if (world.size == 1 and source.accumulate == 1) or num_looks > _NUM_LOOKS:
+        num_checks = self._num_checks[site] = self._num_checks.get(site, 0) + 1
+        if (world.size == 1 and source.accumulate == 1) or num_checks > _NUM_CHECKS:
             return
         info = source.batch_info
         assert info is not None
-        found = Look(False, []) if info.is_padding else look(loss, info.num_samples, info.step_samples)
+        terms = LossTerms(False, []) if info.is_padding else read_terms(loss, info.num_samples, info.step_samples)
         if world.size > 1:
             self._loop.check.exchange(post)
-        gathered = world.gather_objects([found.is_sum, info.num_samples, found.divisors])
-        looks: list[tuple[bool, int, list[float]]] = world.broadcast_object(gathered)
-        if any(is_sum for is_sum, _, _ in looks):
+        gathered = world.gather_objects([terms.has_sum, info.num_samples, terms.divisors])
+        has_sum, num_samples, divisors = zip(*world.broadcast_object(gathered), strict=True)
+        if any(has_sum):
             raise SettingError(
                 f"world.backward() in {site} was given a loss that is, or contains, a sum over the batch",
                 "it would be taken for a mean, so that steps shrink with the number of workers and micro-batches",
-                'set reduction="sum" (in a call of its own if other parts are means), or count= to what divides it',
+                'set reduction="sum" (in a separate call if other parts are means), or count= to what divides it',
             )
-        if divisors_differ(looks):
-            self._loop.tell(
+        if item_counts_differ(list(num_samples), list(divisors)):
+            self._loop.warn_once(
                 f"means {site}",
-                f"the loss of world.backward() in {site} is a mean over other things than samples, and the "
-                "workers have different numbers of them; it is weighed by samples now, so set count= to their number.",
+                f"the loss of world.backward() in {site} is a mean over items other than samples, and the workers have "
+                "different numbers of them; it is weighted by samples now, so set count= to the number of items.",
             )
 
     def _weight(self, source: LoaderBase | None, count: float | None, post: str, *, is_sum: bool) -> float:
@@ -186,7 +186,7 @@ class Backward:
         if count is None:
             assert info is not None
             self._loop.check.post(post)
-            total: float = info.pass_samples
+            total: float = info.micro_batch_samples
         else:
             own = 0.0 if info is not None and info.is_padding else float(count)
             if not (math.isfinite(own) and own >= 0):
@@ -198,20 +198,20 @@ class Backward:
         term.first_total = term.first_total or total
         return own / term.first_total if term.first_total else 0.0
 
-    def _term(self, source: LoaderBase | None, weighing: _Weighing) -> _Term:
+    def _term(self, source: LoaderBase | None, weighting: _Weighting) -> _Term:
         """Which of the step's losses this is: the n-th of a micro-batch goes with the n-th of the loader's others.
 
-        Without a loader every backward has a loss of its own.
+        Without a loader every backward is a separate loss.
         """
         number, info = (None, None) if source is None else (source.number, source.batch_info)
         last, num_losses = self._last.get(number, (info, 0))
         index = num_losses if info is last else 0
         self._last[number] = info, index + 1
-        term = self._terms.setdefault((number, index), _Term(weighing))
-        if term.weighing != weighing:
+        term = self._terms.setdefault((number, index), _Term(weighting))
+        if term.weighting != weighting:
             raise SettingError(
                 "world.backward() was called with count= or reduction= for some micro-batches of a step only",
-                "their losses would be weighed by different things",
+                "their losses would be weighted by different things",
                 "set them for all micro-batches or for none",
             )
         return term
@@ -224,7 +224,7 @@ class Backward:
         for group in groups:
             group.exchange.finish()
         terms = list(self._terms.values())
-        if any(term.weighing == "count" and term.total <= 0 for term in terms):
+        if any(term.weighting == "count" and term.total <= 0 for term in terms):
             raise SettingError(
                 "world.backward() was called with counts that add up to 0",
                 "the loss is a mean over nothing",

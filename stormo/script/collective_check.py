@@ -1,7 +1,7 @@
-"""Checks that all workers take the same way through a script, before one waits for another in vain.
+"""Checks that all workers call the same collective, before one waits for another for ever.
 
-Everything that the workers do together (a batch, a backward, a sum, a save) is posted first, in one small exchange.
-Where two workers post different things, all of them raise the same error, with the lines of the script they are at.
+Every collective operation of a script (a batch, a backward, a sum, a save) is posted first, in one small exchange.
+Where two workers post different ones, all raise the same error, with the lines of the script they are at.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
-from stormo.launch.peer_loss import PeerLoss, peer_loss
 from stormo.launch.root_cause import waiting_text
+from stormo.launch.torch_errors import PeerLoss, peer_loss
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
@@ -31,25 +31,26 @@ _ERROR = -1  # no crc32 is negative
 
 
 class CollectiveCheck:
-    """Posts of one worker, compared with those of all others; with a single worker it only keeps the stop signal."""
+    """Posts of one worker, compared with those of all others; a single worker only keeps the stop signal."""
 
     def __init__(self, world: World, own_stop: Callable[[], int]) -> None:
         self._world = world
         self._own_stop = own_stop  # travels with every post
-        self._board = world.board() if world.size > 1 else None
+        self._table = world.status_table() if world.size > 1 else None
         self._numbers = [0] * world.size  # of the last post, by rank
         self._is_waiting = False  # something was posted, and the others' posts were not read yet
         self._posted, self._number = "", 0
+        self._error: SettingError | None = None  # to be raised on all workers
         self._broken: StormoError | None = None
         self._pid = os.getpid()
         self.is_closed = False
-        self.is_alone = False  # inside of what only some workers run, while the others wait for it
+        self.is_alone = False  # in a block that only some workers run, while the others wait
         self.agreed_stop = 0  # the highest stop signal that all workers know of
         self.num_posts = 0
         self.hint = ""  # what else than a post a worker may be waiting in
 
     def post(self, what: str, where: str = "", number: int = 0) -> None:
-        """Tell the others what comes next, without waiting. `what` must be the same on all workers, `where` not."""
+        """Send the others what comes next, without waiting. `what` must be the same on all workers, `where` not."""
         self.require_worker(what)
         if self.is_closed:
             raise SettingError(f"{what} was called", "the world is closed", "call it before world.close()")
@@ -62,27 +63,27 @@ class CollectiveCheck:
         self.wait()
         self._posted, self._number = f"{what} in {where}" if where else what, number
         self.num_posts += 1
-        if self._board is None:
+        if self._table is None:
             self.agreed_stop = max(self.agreed_stop, self._own_stop())
         else:
             self._send(zlib.crc32(what.encode()))
 
     def _send(self, kind: int) -> None:
-        board, line = self._board, (kind, self._number, self._own_stop())
-        assert board is not None
+        table, line = self._table, (kind, self._number, self._own_stop())
+        assert table is not None
         self._is_waiting = True
-        self._guard(lambda: board.post(line))
+        self._guard(lambda: table.post(line))
 
     def wait(self) -> list[int]:
         """Wait for the others' posts: their numbers by rank. Raises on all workers where their posts differ."""
         self.require_worker("something of stormo.World")
         if self._broken is not None:
             raise self._broken
-        if self._board is None:
+        if self._table is None:
             return [self._number]
         if self._is_waiting:
             self._is_waiting = False
-            lines: Tensor = self._guard(self._board.read)
+            lines: Tensor = self._guard(self._table.read)
             kinds, self._numbers, stops = lines.T.tolist()
             if kinds[0] == _ERROR or any(kind != kinds[0] for kind in kinds):
                 self._raise_difference(kinds)
@@ -91,7 +92,7 @@ class CollectiveCheck:
 
     def has_arrived(self) -> bool:
         """Whether `wait` would return at once."""
-        return not self._is_waiting or self._board is None or bool(self._guard(self._board.is_complete))
+        return not self._is_waiting or self._table is None or bool(self._guard(self._table.is_complete))
 
     def exchange(self, what: str, where: str = "", number: int = 0) -> list[int]:
         """Post something and wait for the others: their numbers by rank."""
@@ -104,11 +105,11 @@ class CollectiveCheck:
         return [struct.unpack("<d", struct.pack("<q", number))[0] for number in numbers]
 
     def raise_on_all(self, error: SettingError) -> NoReturn:
-        """Raise an error on all workers, whatever the others post next: they would wait for this one in vain."""
+        """Raise an error on all workers, whatever the others post next."""
         self.wait()
         if self._world.size > 1:
-            self._posted = str(error)
-            with contextlib.suppress(PeerFailedError):  # nobody is left to be told
+            self._error = error
+            with contextlib.suppress(PeerFailedError):  # no other worker is left
                 self._send(_ERROR)
                 self.wait()
         raise error
@@ -135,15 +136,17 @@ class CollectiveCheck:
             )
 
     def _raise_difference(self, kinds: list[int]) -> NoReturn:
-        posts = self._guard(lambda: self._world.broadcast_object(self._world.gather_objects(self._posted)))
+        error = self._error
+        here = self._posted if error is None else [error.what, error.why, error.instead]
+        posts = self._guard(lambda: self._world.broadcast_object(self._world.gather_objects(here)))
         if _ERROR in kinds:
-            self._broken = SettingError.__new__(SettingError, posts[kinds.index(_ERROR)])  # a whole sentence already
+            self._broken = SettingError(*posts[kinds.index(_ERROR)])
             raise self._broken
         rank = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
         self._broken = SettingError(
             f"rank 0 is at: {_brief(posts[0])}",
-            f"rank {rank} is at: {_brief(posts[rank])}, and they would wait for each other in vain",
-            "let all workers take the same way: decide with world.any(...) or world.stop_requested, "
+            f"rank {rank} is at: {_brief(posts[rank])}, and they would wait for each other for ever",
+            "let all workers make the same calls: decide with world.any(...) or world.stop_requested, "
             "and call what they do together outside of what only some of them run",
         )
         raise self._broken
@@ -179,7 +182,7 @@ def call_site() -> str:
 
 def batch_norm_site() -> str:
     """Where a synchronised batch norm waits."""
-    # On a GPU backward runs in a thread of its own, which has no line of the script.
+    # On a GPU backward runs in another thread, which has no line of the script.
     line = f" in {call_site()}" if threading.current_thread() is threading.main_thread() else ""
     return f"{line} (after model.eval() it waits for nobody)"
 

@@ -1,6 +1,6 @@
-"""The energy of a script: one worker of each node measures it, all may ask for it, and rank 0 prints the sum.
+"""The energy of a script: one worker of each node measures it, and rank 0 prints the sum at the end.
 
-Over all starts of a script, each node writes a file beside the checkpoints, as for `stormo train`.
+Each node writes a file beside the checkpoints, which covers all starts of a script, as for `stormo train`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from stormo.energy.ledger import owners
 from stormo.energy.meter import Window
 from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder
 from stormo.energy.summary import SMALLEST_SHOWN_SHARE, amount_text, rounded
-from stormo.errors import counted
-from stormo.training.measuring import AnyNodeRecorder, gpus_by_node, shared_clock
+from stormo.errors import pluralize
+from stormo.training.clock import AnyNodeRecorder, gpus_by_node, shared_clock
 
 _LAST_READINGS_S = 5.0  # the other nodes end when rank 0 does, or are not waited for
 
@@ -56,15 +56,15 @@ class Energy:
         text = f"Energy: {amount_text(self.joules, self.error_j, self.kinds_j)} in {rounded(self.seconds)} s"
         num_all = self.num_nodes + self.num_silent
         if self.num_silent:
-            return f"{text}, on {self.num_nodes} of {num_all} nodes: the others have not told what they drew."
+            return f"{text}, on {self.num_nodes} of {num_all} nodes: the others did not report."
         return f"{text}, on {num_all} nodes." if num_all > 1 else f"{text}."
 
 
-class Starts:
+class StartRecorder:
     """The energy of this start, counted in the folder that it first saves to."""
 
-    def __init__(self, keeper: AnyNodeRecorder, node_id: int | str) -> None:
-        self._keeper = keeper
+    def __init__(self, recorder: AnyNodeRecorder, node_id: int | str) -> None:
+        self._recorder = recorder
         self._node_id = node_id
         self._loaded: dict[Path, int] = {}  # folder -> the step that was loaded
         self._folder: Path | None = None
@@ -78,39 +78,39 @@ class Starts:
     def advance(self, step: int) -> None:
         """So many steps are done."""
         if self._is_training:
-            self._keeper.advance(step)
+            self._recorder.advance(step)
         else:
-            self._keeper.enter("training", step)
+            self._recorder.enter("training", step)
             self._is_training = True
 
     @contextmanager
     def saving(self, folder: Path, step: int) -> Iterator[None]:
         """While a checkpoint is written."""
-        self._keeper.enter("checkpoint", step)
+        self._recorder.enter("checkpoint", step)
         try:
             yield
             self._attach(folder)
         finally:
-            self._keeper.enter("training", step)
+            self._recorder.enter("training", step)
 
     def _attach(self, folder: Path) -> None:
         # A node that does not see the folder writes nothing, rather than making one that nobody looks into.
         if self._folder is not None or not folder.is_dir():
             return
         step = self._loaded.get(folder.resolve())
-        # A script may keep its best and its last checkpoints apart: it is counted where it resumes from.
+        # A script may save its best and its last checkpoints to two folders: it is counted where it resumes from.
         if self._loaded and step is None and not self._has_waited:
             self._has_waited = True
             return
         self._folder = folder.resolve()
-        self._keeper.attach(self._folder / "nodes" / f"{self._node_id}.jsonl", step, step or 0)
+        self._recorder.attach(self._folder / "nodes" / f"{self._node_id}.jsonl", step, step or 0)
 
     def close(self) -> None:
         """End this node's file."""
-        self._keeper.close()
+        self._recorder.close()
 
     def sentence(self) -> str | None:
-        """What all starts drew, once all nodes have ended their files; None if this is the first one."""
+        """The energy of all starts, once all nodes have ended their files; None if this is the first one."""
         if self._folder is None:
             return None
         bill = read_bill(self._folder)
@@ -122,9 +122,9 @@ class Starts:
         if share >= SMALLEST_SHOWN_SHARE:
             text += f", {100 * share:.0f} % of it for work that had to be done again"
         if num_absent := sum(attempt.num_nodes - len(attempt.node_ids) for attempt in bill.attempts):
-            text += f", without {counted(num_absent, 'file')} that a node did not write"
-        if self._keeper.failure is not None:
-            text += f"; what this start drew is not all in it: {self._keeper.failure}"
+            text += f", without {pluralize(num_absent, 'file')} that a node did not write"
+        if self._recorder.failure is not None:
+            text += f"; what this start drew is not all in it: {self._recorder.failure}"
         return f"{text}."
 
 
@@ -136,15 +136,15 @@ class ScriptMeter:
         gpus, main_unix_s = gpus_by_node(world, devices_per_worker=1)
         clock = shared_clock(world, main_unix_s)
         self._nodes = sorted(gpus, key=int)
-        place = world.place
+        rank_info = world.rank_info
         self._meter: Meter | None = None
-        self.starts = Starts(NoNodeRecorder(), 0)
-        if place.local_rank == 0:
-            self._meter, _ = own_meter(gpus.get(str(place.node_id), []), place.node_id)
+        self.starts = StartRecorder(NoNodeRecorder(), 0)
+        if rank_info.local_rank == 0:
+            self._meter, _ = own_meter(gpus.get(str(rank_info.node_id), []), rank_info.node_id)
             if self._meter.sources:
                 host = socket.gethostname()
-                keeper = NodeRecorder(self._meter, None, place.node_id, host, num_nodes=len(gpus), clock=clock)
-                self.starts = Starts(keeper, place.node_id)
+                recorder = NodeRecorder(self._meter, None, rank_info.node_id, host, num_nodes=len(gpus), clock=clock)
+                self.starts = StartRecorder(recorder, rank_info.node_id)
         self._began_s = time.monotonic()
         self.is_closed = False
 
@@ -168,15 +168,15 @@ class ScriptMeter:
             self._meter.close()
         if not world.is_main:
             if reading is not None:
-                world.store_put(f"energy/{world.place.node_id}", reading)
+                world.store_put(f"energy/{world.rank_info.node_id}", reading)
             return None
-        own = str(world.place.node_id) if reading is not None else None
-        words = world.words([f"energy/{node}" for node in self._nodes if node != own], _LAST_READINGS_S)
-        total = add_up([one for one in (reading, *words) if one is not None], self._nodes)
+        own = str(world.rank_info.node_id) if reading is not None else None
+        others = world.store_get([f"energy/{node}" for node in self._nodes if node != own], _LAST_READINGS_S)
+        total = add_up([one for one in (reading, *others) if one is not None], self._nodes)
         return total if total.joules is not None else None
 
     def _reading(self) -> dict[str, Any] | None:
-        """Of this node, as the others are told; None where another worker has it."""
+        """The reading of this node, sent to the others; None where another worker takes it."""
         if self._meter is None:
             return None
         joules, seconds = self._meter.read(), time.monotonic() - self._began_s
@@ -188,7 +188,7 @@ class ScriptMeter:
         ]
         missing = [f"{one.kind} not measured: {one.reason}" for one in self._meter.missing]
         return {
-            "node": str(self._world.place.node_id),
+            "node": str(self._world.rank_info.node_id),
             "machine": self._meter.machine,
             "seconds": seconds,
             "sources": sources,
@@ -213,14 +213,14 @@ def add_up(readings: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Energ
                 errors_j.append(error_j)
         where = f"node {reading['node']}: " if len(nodes) > 1 else ""
         reasons |= dict.fromkeys(f"{where}{reason}" for reason in reading["reasons"])
-    told = {reading["node"] for reading in readings}
-    reasons |= dict.fromkeys(f"node {node} has not told what it drew" for node in nodes if node not in told)
+    reported = {reading["node"] for reading in readings}
+    reasons |= dict.fromkeys(f"node {node} did not report its energy" for node in nodes if node not in reported)
     return Energy(
         joules=math.fsum(kinds_j.values()) if owner_of else None,
         error_j=math.fsum(errors_j),
         kinds_j=kinds_j,
         seconds=max((reading["seconds"] for reading in readings), default=0.0),
-        num_nodes=len(told),
-        num_silent=len(nodes) - len(told),
+        num_nodes=len(reported),
+        num_silent=len(nodes) - len(reported),
         reasons=tuple(reasons),
     )

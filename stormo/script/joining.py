@@ -27,36 +27,38 @@ from stormo.launch import FailureReporter, RankInfo, alone, open_failure_reporte
 from stormo.launch.environments.detect import detect
 from stormo.launch.environments.slurm import gpus_on_node
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
-from stormo.launch.signals import STOP_SIGNALS, StopFlag
 from stormo.system.hardware import visible_gpus
+from stormo.system.signals import STOP_SIGNALS, StopFlag
 
 _STOPPED_BY_SCRIPT = 1  # below every signal's number
 _releases: list[Callable[[], None]] = []  # called before an error ends the process at once
 
 
 def join(device: str | None, backend: str | None, timeout_s: float | None) -> tuple[World, FailureReporter]:
-    """Meet the other workers; None stands for what `stormo run` was told, or else the default."""
+    """Join the other workers; None stands for the flag of `stormo run`, or else the default."""
     _require_clean_process()
     _write_whole_lines()
-    place = detect(os.environ) or alone()
-    lifeline = open_failure_reporter(place) if place.launcher in ("local", "alone") else None
-    if lifeline is not None:
-        _report_errors(place, lifeline)
+    rank_info = detect(os.environ) or alone()
+    reporter = open_failure_reporter(rank_info) if rank_info.launcher in ("local", "alone") else None
+    if reporter is not None:
+        _report_errors(rank_info, reporter)
     limit_s = timeout_s if timeout_s is not None else float(os.environ.get(TIMEOUT, schema.Workers.timeout))
-    layout = _layout(place, device, backend, limit_s)
-    share_cores(place)
-    if lifeline is None:  # another launcher has started the workers
+    layout = _layout(rank_info, device, backend, limit_s)
+    share_cores(rank_info)
+    if reporter is None:  # another launcher has started the workers
         same = {"the script and its flags": " ".join(sys.argv), "the device": layout.device_type}
         digest = hashlib.sha256(repr(sorted(same.items())).encode()).hexdigest()
-        board = address_book_of(place, limit_s)
-        lifeline = open_failure_reporter(place, board=board, timeout_s=limit_s, digest=digest, options=same)
-        _report_errors(place, lifeline)
-    store = Store(place, limit_s, lifeline.store_address) if place.world_size > 1 else None
-    own = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
-    return World(place, own, store=store, backend=layout.backend, timeout_s=limit_s), lifeline
+        address_book = address_book_of(rank_info, limit_s)
+        reporter = open_failure_reporter(
+            rank_info, address_book=address_book, timeout_s=limit_s, digest=digest, options=same
+        )
+        _report_errors(rank_info, reporter)
+    store = Store(rank_info, limit_s, reporter.store_address) if rank_info.world_size > 1 else None
+    own = device_of(layout.device_type, rank_info, store, may_share=layout.backend == "gloo")
+    return World(rank_info, own, store=store, backend=layout.backend, timeout_s=limit_s), reporter
 
 
-def _layout(place: RankInfo, device: str | None, backend: str | None, timeout_s: float) -> Layout:
+def _layout(rank_info: RankInfo, device: str | None, backend: str | None, timeout_s: float) -> Layout:
     choices: dict[str, Any] = {"timeout": timeout_s}
     for name, given, flag in (
         ("device", device, os.environ.get(DEVICE)),
@@ -70,11 +72,11 @@ def _layout(place: RankInfo, device: str | None, backend: str | None, timeout_s:
             )
         choices[name] = given or flag or "auto"
     launched = Launched(
-        launcher=place.launcher,
-        world_size=place.world_size,
-        local_size=place.local_size,
-        num_nodes=place.num_nodes,
-        gpus_on_node=gpus_on_node(os.environ) if place.launcher == "slurm" else None,
+        launcher=rank_info.launcher,
+        world_size=rank_info.world_size,
+        local_size=rank_info.local_size,
+        num_nodes=rank_info.num_nodes,
+        gpus_on_node=gpus_on_node(os.environ) if rank_info.launcher == "slurm" else None,
     )
     return resolve_layout(schema.TrainConfig(workers=schema.Workers(**choices)), visible_gpus(), launched)
 
@@ -89,20 +91,20 @@ def _require_clean_process() -> None:
     if dist.is_available() and dist.is_initialized():
         raise SettingError(
             "stormo.World() was called after torch.distributed.init_process_group()",
-            "it joins the workers itself, with a store and time limits of its own",
+            "it joins the workers itself, with its own store and time limits",
             "leave that line out; torch.distributed works after stormo.World()",
         )
 
 
 def _write_whole_lines() -> None:
-    """With PYTHONUNBUFFERED set, print writes a line and its end apart, and another worker's can come between."""
+    """With PYTHONUNBUFFERED set, print writes a line and its end separately, and another worker's can come between."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _report_errors(place: RankInfo, lifeline: FailureReporter) -> None:
-    """From now on the others are told of an error that ends this script; one of stormo's is a sentence, not a trace."""
+def _report_errors(rank_info: RankInfo, reporter: FailureReporter) -> None:
+    """Report an error that ends this script to the other workers; show those of stormo without a traceback."""
     inner = sys.excepthook
     pid = os.getpid()
 
@@ -113,16 +115,16 @@ def _report_errors(place: RankInfo, lifeline: FailureReporter) -> None:
         for release in _releases:
             with contextlib.suppress(Exception):
                 release()
-        if place.world_size == 1 and (not isinstance(error, StormoError) or hasattr(sys, "ps1")):
+        if rank_info.world_size == 1 and (not isinstance(error, StormoError) or hasattr(sys, "ps1")):
             inner(kind, error, trace)
             return
-        if isinstance(error, KeyboardInterrupt):  # the terminal has told all of them, and the agent says so
+        if isinstance(error, KeyboardInterrupt):  # the terminal has signalled all of them, and the agent reports it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             _flush()
             os.kill(pid, signal.SIGINT)
         with contextlib.suppress(Exception):
-            lifeline.report_failure(error, secondary=is_secondary(error))
-        if not lifeline.shows_failures:
+            reporter.report_failure(error, secondary=is_secondary(error))
+        if not reporter.shows_failures:
             print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
             atexit._run_exitfuncs()  # nobody waits for this process, so it ends as any does
         _flush()

@@ -89,7 +89,7 @@ def _check_own_loader(loader: DataLoader[Any]) -> None:
     # That of torchdata gives the same batches, and notes where it is, which is done here.
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
         raise SettingError(
-            f"world.loader() was given a {kind.__name__}, a DataLoader with an __iter__ of its own",
+            f"world.loader() was given a {kind.__name__}, a DataLoader with its own __iter__",
             "the workers read their shares of the data set themselves, without that __iter__",
             "do its work in the data set, in collate_fn or in the loop, and pass a DataLoader of torch's own",
         )
@@ -111,7 +111,7 @@ def _samples_of_a_batch(batches: Batches, num_shares: int, *, sharded: bool) -> 
 
 
 def _check_samples(loop: Loop, data: Any, num_processes: int) -> None:
-    # Once training has begun every worker draws numbers of its own: a split drawn then differs between them.
+    # Once training has begun the workers' generators differ, and so would a split that is drawn then.
     loop.world.require_same({"length of the data set": len(data), "choice of samples": _subset_digest(data)})
     # A file that is opened with the first sample must not be shared by all processes that read.
     require_same_samples(loop.world, data, may_read=num_processes == 0)

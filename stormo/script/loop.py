@@ -1,4 +1,4 @@
-"""What the parts of a user's loop share: the micro-batch at hand, the loaders under way, the wrapped models."""
+"""What the parts of a user's loop share: the current micro-batch, the active loaders, the wrapped models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stormo.data.order import part
+from stormo.data.order import MicroBatch, part, split_step
 from stormo.distributed.world import World
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.layers.sync_batch_norm import set_absent
 from stormo.script.collective_check import CollectiveCheck
 from stormo.script.replica_check import ReplicaCheck
@@ -27,15 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """A micro-batch that a loader has given to the loop, and what its gradient weighs."""
+    """A micro-batch that a loader has given to the loop, and the weight of its gradient."""
 
     num_samples: int  # of this worker; 0 for padding, which a worker without a sample gets so that nobody waits for it
     step_samples: int | None  # of all workers and micro-batches of the step; None if known only after the last one
     is_last: bool  # the optimizer steps after it
-    pass_samples: int = 0  # of all workers in this micro-batch, where `step_samples` is None
-    rank_without: int | None = None  # a rank without a sample, where the workers have streams of their own
+    micro_batch_samples: int = 0  # of all workers in this micro-batch, where `step_samples` is None
+    rank_without: int | None = None  # a rank without a sample, where every worker has its own stream
     is_trained: bool = False  # backward was called for it, the last time without more=True
     num_steps: int = 0  # that optimizers took with it
+
+    @classmethod
+    def of(cls, span: MicroBatch) -> BatchInfo:
+        """That of a part of a known global batch."""
+        return cls(span.num_samples, span.step_samples, is_last=span.is_last)
 
     @property
     def is_padding(self) -> bool:
@@ -59,7 +64,7 @@ class Loop:
     has_sync_norm: bool = False  # so that no worker may run a model alone
     saw_stop: bool = False  # the script has seen that it should stop
     num_loaders: int = 0
-    told: set[str] = field(default_factory=set)  # what was printed once
+    warned: set[str] = field(default_factory=set)  # keys of warnings that were printed
     folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded or saved
     loaders: WeakValueDictionary[int, LoaderBase] = field(
         default_factory=WeakValueDictionary
@@ -80,10 +85,10 @@ class Loop:
         """
         return self.world.device.type == "cuda" or self.check.has_arrived()
 
-    def tell(self, about: str, sentence: str) -> None:
-        """Print something once, on rank 0."""
-        if self.world.is_main and about not in self.told:
-            self.told.add(about)
+    def warn_once(self, key: str, sentence: str) -> None:
+        """Print a warning once, on rank 0."""
+        if self.world.is_main and key not in self.warned:
+            self.warned.add(key)
             print(f"stormo: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
 
     def check_replicas(self, what: str, where: str = "", *, compares: bool = True) -> None:
@@ -149,15 +154,15 @@ class LoaderBase:
         self.batch_info: BatchInfo | None = None
         self.trains = False  # backward was called in this iteration: no worker may be left without a batch
         self._seed = seed
-        self._start = self._position = self._next_position = start  # of the epoch; of what is done; of the step at hand
+        self._start = self._position = self._next_position = start  # of the epoch; of what is done; of the current step
         self._num_begun = self._num_done = 0  # steps of this epoch, and those that a load would not repeat
-        self._iteration: object | None = None  # the one under way
+        self._iteration: object | None = None  # the current one
         self._is_resumable = False  # that iteration was left in the middle because of a stop
         self._where = ""
 
     @property
     def num_samples(self) -> int:
-        """This worker's samples in the micro-batch at hand; 0 for padding."""
+        """This worker's samples in the current micro-batch; 0 for padding."""
         if self.batch_info is None:
             raise SettingError(
                 "loader.num_samples was read outside of a loop over the loader", "there is no batch", "read it inside"
@@ -178,13 +183,13 @@ class LoaderBase:
         return 0 if self._is_resumable else self._num_done * self.accumulate
 
     def step_taken(self) -> None:
-        """An optimizer stepped: a save from here on is behind the batch at hand."""
+        """An optimizer stepped: a save from here on is behind the current batch."""
         if self.batch_info is not None and self.batch_info.is_last:
             self.batch_info.num_steps += 1
             self._step_done()
 
     def end_batch(self) -> None:
-        """Before a save: the batch at hand is done if backward was called for it, whoever took the step."""
+        """Before a save: the current batch is done if backward was called for it, whichever optimizer stepped."""
         if self.batch_info is not None and self.batch_info.is_trained and self.batch_info.is_last:
             self._step_done()
 
@@ -192,7 +197,7 @@ class LoaderBase:
         """Refuse, on all workers, a first training batch with fewer samples than workers × micro-batches."""
         size = self.loop.world.size
         if info.step_samples is not None and info.step_samples < size * self.accumulate:
-            product = f"{counted(size, 'worker')} × {counted(self.accumulate, 'micro-batch')}"
+            product = f"{pluralize(size, 'worker')} × {pluralize(self.accumulate, 'micro-batch')}"
             error = SettingError(
                 f"a training loop began with a batch of {info.step_samples}",
                 f"{product} need at least {size * self.accumulate} samples",
@@ -204,8 +209,8 @@ class LoaderBase:
         """Where it is, as plain values and tensors."""
         resumes = self._iteration is None or self._resumes_inside
         num_done, position = (self._num_done, self._position) if resumes else (0, self._start)
-        place = {"epoch": self.epoch, "num_done": num_done, "position": position}
-        return place | {"trains": self.trains, "seed": self._seed}
+        state = {"epoch": self.epoch, "num_done": num_done, "position": position}
+        return state | {"trains": self.trains, "seed": self._seed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume there with the next iteration."""
@@ -270,6 +275,10 @@ class LoaderBase:
                 "a loader has one position",
                 "finish one loop before the next one starts, or make a second loader",
             )
+
+    def _spans(self, start: int, stop: int) -> list[MicroBatch]:
+        """This worker's micro-batches of a global batch."""
+        return split_step(start, stop, self.accumulate, self.loop.world.rank, self.loop.world.size)
 
     def _name(self) -> str:
         return f"epoch {self.epoch + 1} of loader {self.number + 1}"

@@ -2,8 +2,8 @@
 
 The walk starts at the loss and goes through additions and constant factors to the operations that made one number of a
 tensor. Only what is certain counts: a sum is one over the batch if its input, followed down through operations that
-keep the rows apart, comes from a layer of the model. The nodes' `_saved_…` attributes are torch's documented way to
-look into a graph.
+work row by row, comes from a layer of the model. The nodes' `_saved_…` attributes are torch's documented way to look
+into a graph.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ def _names(text: str) -> frozenset[str]:
 
 
 _SAME_NUMBER = _names("Alias Clone Neg Reshape ReshapeAlias Squeeze ToCopy Unsqueeze UnsafeView View")
-# Keep the rows of a tensor apart,
+# Operations that work row by row,
 _ROW_BY_ROW = _SAME_NUMBER | _names(
     "Abs Add Clamp ClampMin Div Exp Log LogSigmoid MaskedFill Mul Pow Relu Sigmoid Softplus Sqrt Sub Tanh Where"
 )
-# and these if they work along other dimensions.
+# and those that do if they work along other dimensions.
 _ALONG = _names("Gather LinalgVectorNorm LogSoftmax Logsumexp Mean Select Slice Softmax Sum Transpose")
 # Layers whose output has a row for each row of their input.
 _LAYERS = _names("Convolution CudnnConvolution Embedding MkldnnConvolution NativeBatchNorm NativeLayerNorm")
 
 
-class Look(NamedTuple):
-    """What a loss shows: whether a part of it is a sum over the batch, and what the other parts are divided by."""
+class LossTerms(NamedTuple):
+    """Whether a part of a loss is a sum over the batch, and what the other parts are divided by."""
 
-    is_sum: bool
+    has_sum: bool
     divisors: list[float]
 
 
-def look(loss: Tensor, num_samples: int, step_samples: int | None) -> Look:
+def read_terms(loss: Tensor, num_samples: int, step_samples: int | None) -> LossTerms:
     """Read the graph of a loss of so many samples; `step_samples` are those of all workers and micro-batches."""
-    is_sum, divisors = False, []
+    has_sum, divisors = False, list[float]()
     for node, factors in _terms(loss.grad_fn):
         sizes, reduction = _reduced(node)
         if reduction == _MEAN:
-            weight = _number(getattr(node, "_saved_total_weight", None))  # of classes, without those that are ignored
+            weight = _number(getattr(node, "_saved_total_weight", None))  # of classes, without ignored targets
             divisors.append(math.prod(sizes) if weight is None else weight)
         elif reduction == _SUM and _is_over_batch(node, sizes, num_samples):
-            known = (num_samples, sizes[0], math.prod(sizes))
-            own = [each for each, _ in factors if any(math.isclose(each, one, rel_tol=1e-6) for one in known)]
-            divided_by = [each for each, is_division in factors if is_division]
-            if own:
-                divisors.append(own[0])
+            counts = (num_samples, sizes[0], math.prod(sizes))
+            known = [factor for factor, _ in factors if any(math.isclose(factor, one, rel_tol=1e-6) for one in counts)]
+            divided_by = [factor for factor, is_division in factors if is_division]
+            if known:
+                divisors.append(known[0])
             elif divided_by and step_samples not in divided_by:
                 divisors.append(math.prod(divided_by))
             else:
-                is_sum = True
-    return Look(is_sum, divisors)
+                has_sum = True
+    return LossTerms(has_sum, divisors)
 
 
-def divisors_differ(looks: list[tuple[bool, int, list[float]]]) -> bool:
-    """Whether workers divide by numbers of other things than samples: (is a sum, samples, divisors) of each.
+def item_counts_differ(num_samples: list[int], divisors: list[list[float]]) -> bool:
+    """Whether the ranks' losses are means over items other than samples, of which a sample has more on one rank.
 
-    The mean over the elements of one sample is that sample's own, however many they are.
+    The mean over the elements of a single sample is that sample's loss, however many elements there are.
     """
-    found = [(num_samples, divisors) for _, num_samples, divisors in looks if num_samples]
-    if any(num_samples == 1 or len(divisors) != len(found[0][1]) for num_samples, divisors in found):
+    ranks = [(number, terms) for number, terms in zip(num_samples, divisors, strict=True) if number]
+    if any(number == 1 or len(terms) != len(ranks[0][1]) for number, terms in ranks):
         return False
-    for term in zip(*(divisors for _, divisors in found), strict=True):
-        shares = [divisor / num_samples for divisor, (num_samples, _) in zip(term, found, strict=True)]
-        if max(term) > min(term) and max(shares) > min(shares) * (1 + 1e-6):
+    for term in zip(*(terms for _, terms in ranks), strict=True):
+        items_per_sample = [divisor / number for divisor, (number, _) in zip(term, ranks, strict=True)]
+        if max(term) > min(term) and max(items_per_sample) > min(items_per_sample) * (1 + 1e-6):
             return True
     return False
 
@@ -96,7 +96,7 @@ def _terms(root: Any) -> Iterator[tuple[Any, list[tuple[float, bool]]]]:
 
 
 def _reduced(node: Any) -> tuple[tuple[int, ...], int | None]:
-    """The sizes of what a node has made one number of, and how."""
+    """The sizes of what a node has reduced to one number, and how."""
     name = node.name()
     if name in ("SumBackward0", "MeanBackward0"):
         return tuple(node._saved_self_sym_sizes), _SUM if name == "SumBackward0" else _MEAN
@@ -113,19 +113,19 @@ def _is_over_batch(node: Any, sizes: tuple[int, ...], num_samples: int) -> bool:
     inputs = _inputs(node)
     if _kind(inputs[0]) == "Stack":  # of one number for each sample, made of its row
         rows = [each for each in _below(inputs[0], lambda one: not _takes_rows(one)) if _takes_rows(each)]
-        has_all = sum(len(each._input_metadata) for each in rows) >= num_samples == sizes[0]
+        has_all = sum(len(_outputs(each)) for each in rows) >= num_samples == sizes[0]
         return has_all and _is_over_batch(rows[0], _input_sizes(rows[0]), num_samples)
     return any(_is_layer(each) for each in _below(node, _keeps_rows))
 
 
-def _below(node: Any, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+def _below(node: Any, descends: Callable[[Any], bool]) -> Iterator[Any]:
     waiting, seen = _inputs(node), {node}
     while waiting and len(seen) < _MOST_NODES:
         here = waiting.pop()
         if here not in seen:
             seen.add(here)
             yield here
-            waiting += _inputs(here) if goes_on(here) else []
+            waiting += _inputs(here) if descends(here) else []
 
 
 def _is_layer(node: Any) -> bool:
@@ -143,7 +143,7 @@ def _takes_rows(node: Any) -> bool:
 
 
 def _keeps_rows(node: Any) -> bool:
-    """Whether an operation keeps rows apart, one along dimensions where the first is none of them."""
+    """Whether an operation works row by row."""
     dims: list[int] = []
     for name in ("_saved_dim", "_saved_dim0", "_saved_dim1"):
         dim = getattr(node, name, None)
@@ -157,7 +157,12 @@ def _keeps_rows(node: Any) -> bool:
 
 def _input_sizes(node: Any) -> tuple[int, ...]:
     before, number = next(each for each in node.next_functions if each[0] is not None)
-    return tuple(before._input_metadata[number].shape)
+    return tuple(_outputs(before)[number].shape)
+
+
+def _outputs(node: Any) -> Any:
+    """Types and shapes of what an operation returned, whose gradients are the inputs of its node."""
+    return node._input_metadata
 
 
 def _number(value: Any) -> float | None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from stormo.data.batches import move
-from stormo.data.order import derive_seed, epoch_order, part
-from stormo.data.streaming import Key, Seeded
-from stormo.errors import SettingError, counted
+from stormo.data.order import epoch_order
+from stormo.data.processes import Requests
+from stormo.data.reading import SeededDataset
+from stormo.errors import SettingError, pluralize
 from stormo.script.collective_check import call_site
 from stormo.script.loop import BatchInfo, LoaderBase, Loop
 
@@ -74,7 +75,7 @@ class SamplerOrder:
         self._world = loop.world
         self._early: _Drawn | None = None  # drawn before the first batch is asked for
         self._source: Iterator[Any] | None = None  # has given all samples of the epoch, and was not asked for its end
-        self._inside: list[Tensor] | None = None  # where the generators were before that end, which may draw once more
+        self._before_end: list[Tensor] | None = None  # states of the generators before that end, which may draw
 
     def __len__(self) -> int:
         return len(self.own.batch_sampler)  # type: ignore[arg-type]
@@ -97,35 +98,34 @@ class SamplerOrder:
         return _narrow(shared[start:]), shared[1:start].clone()
 
     def break_off(self, num_batches: int) -> None:
-        """An epoch is left in the middle: put the generators where a torch loader leaves them, which has not ended."""
-        asked = num_batches + self.own.num_workers * (self.own.prefetch_factor or 0)
-        if asked > len(self):
+        """After a `break`: set the generators as a torch loader would leave them."""
+        if num_batches + self.own.num_workers * (self.own.prefetch_factor or 0) > len(self):
             self.end()
-        elif self._inside is not None:
-            for generator, state in zip(self._generators(), self._inside, strict=False):
+        elif self._before_end is not None:
+            for generator, state in zip(self._generators(), self._before_end, strict=False):
                 generator.set_state(state)
-        self._source = self._inside = None
+        self._source = self._before_end = None
 
     def end(self) -> None:
-        """Let the sampler come to its end, as a torch loader does behind the last batch; it may draw there."""
+        """Exhaust the sampler, as a torch loader does after the last batch; it may draw."""
         if self._source is not None:
-            self._inside = self._states()
+            self._before_end = self._states()
             assert next(self._source, None) is None
             self._source = None
 
     def state(self, drawn: _Drawn | None, *, is_made: bool) -> dict[str, Any]:
-        """The order of the epoch under way, which cannot be computed again, and the user's generators."""
+        """The order of the current epoch, which cannot be computed again, and the user's generators."""
         self.end()
         state: dict[str, Any] = {"generators": self._states(), "is_made": is_made}
         drawn = drawn or self._early
-        return state if drawn is None else state | {"order": drawn[0], "sizes": drawn[1], "inside": self._inside}
+        return state if drawn is None else state | {"order": drawn[0], "sizes": drawn[1], "inside": self._before_end}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to it."""
         for generator, saved in zip(self._generators(), state.get("generators", []), strict=False):
             generator.set_state(saved)
         if self._world.is_main:  # which alone draws
-            self._inside = state.get("inside")
+            self._before_end = state.get("inside")
 
     def _draw(self) -> _Drawn:
         """All samples of an epoch and the lengths of its batches; millions of samples take a part of a second."""
@@ -135,7 +135,7 @@ class SamplerOrder:
         is_plain = type(batch_sampler) is BatchSampler  # which cuts what its sampler gives into equal batches
         length = batch_sampler.batch_size if is_plain else 1
         source = iter(batch_sampler.sampler if is_plain else (list(batch) for batch in batch_sampler))
-        self._source = self._inside = None
+        self._source = self._before_end = None
         if is_plain and type(batch_sampler.sampler) in (RandomSampler, SequentialSampler):  # whose len is exact
             given = list(itertools.islice(source, len(batch_sampler.sampler)))
             self._source = source
@@ -143,9 +143,9 @@ class SamplerOrder:
             given = list(itertools.islice(source, length))
             before = self._states()
             given += itertools.islice(source, max(len(self) - 1, 0) * length)
-            # Of one that draws as it goes it is not known where a torch loader would leave it.
-            is_same = all(torch.equal(a, b) for a, b in zip(before, self._states(), strict=True))
-            self._inside = before if is_same else None
+            # If a sampler draws between batches, the state in which a torch loader would leave it is unknown.
+            if all(torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
+                self._before_end = before
             given += itertools.islice(source, (limit + 1 - len(self)) * length)
         if len(given) > limit * length:
             raise SettingError(
@@ -183,16 +183,6 @@ def _narrow(order: Tensor) -> Tensor:
     return order.to(torch.int32) if fits else order.clone()
 
 
-class _Shares(Sampler[list[Key]]):
-    """This worker's samples of each micro-batch of an epoch, where there are any."""
-
-    def __init__(self) -> None:
-        self.micro_batches: Iterable[list[Key]] = []
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        return iter(self.micro_batches)
-
-
 class MapLoader(LoaderBase):
     """Cuts every global batch into the workers' shares, and those into micro-batches; drops and repeats nothing."""
 
@@ -201,21 +191,20 @@ class MapLoader(LoaderBase):
     ) -> None:
         super().__init__(loop, data, accumulate, seed, 0, order.global_batch_size, order.own)
         self._order = order
-        self._samples = Seeded(data)
-        self._shares = _Shares()
+        self._samples, self._requests = SeededDataset(data), Requests()
         self._settings = {name: value for name, value in settings.items() if value is not None}
         self._reader = self._make_reader()
         self.num_workers, self.collate_fn = self._reader.num_workers, self._reader.collate_fn
         self._length = len(data)  # of the data set, when last counted
         self._grows = False  # or shrinks, between epochs
-        self._drawn: _Drawn | None = None  # of the epoch under way
+        self._drawn: _Drawn | None = None  # of the current epoch
         self._made: weakref.ref[Iterator[Any]] | None = None  # an iteration of which no batch was asked for yet
         self._was_made = False  # there was one when the checkpoint was saved
 
     def _make_reader(self) -> DataLoader[Any]:
         return DataLoader(
             self._samples,
-            batch_sampler=self._shares,
+            batch_sampler=self._requests,
             pin_memory=self.loop.world.device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # reading draws nothing from the script's own generators
             **self._settings,
@@ -252,19 +241,21 @@ class MapLoader(LoaderBase):
             order, sizes = self._drawn
             steps = _steps(sizes.cumsum(0).tolist(), self._position)
             spans = (span for step in steps for span in self._spans(*step))
-            self._shares.micro_batches = (self._keys(order, a, b) for a, b in spans if b > a)
+            self._requests.items = (self._keys(order, span.start, span.stop) for span in spans if span.num_samples)
             reader = iter(self._reader)
             for start, stop in steps:
                 self._next_position = stop
                 self._num_begun += 1
                 if self._must_post():
                     self._post_batch(f"the batch at sample {start}")
-                for index, (a, b) in enumerate(self._spans(start, stop)):
-                    if a == b and not self.trains:
+                for span in self._spans(start, stop):
+                    if span.num_samples:
+                        batch = next(reader)
+                    elif self.trains:
+                        batch = self.collate_fn([self._samples[self._keys(order, *span.padded)[0]]])
+                    else:
                         continue  # a validation counts what there is
-                    batch = next(reader) if b > a else self._padding(order, start)
-                    info = BatchInfo(b - a, stop - start, is_last=index == self.accumulate - 1)
-                    yield from self._give(move(batch, self.loop.world.device), info, iteration)
+                    yield from self._give(move(batch, self.loop.world.device), BatchInfo.of(span), iteration)
                 self._step_done()
 
     def _count_samples(self) -> int:
@@ -273,12 +264,12 @@ class MapLoader(LoaderBase):
         if self._position and self._length <= here:
             here = self._length  # the rest of an epoch that began with so many
         elif self._position:
-            self.loop.check.raise_on_all(self._other_data(counted(self._length, "sample")))
+            self.loop.check.raise_on_all(self._other_data(pluralize(self._length, "sample")))
         counts = self.loop.check.exchange(f"the samples of {self._name()}", self._where, here)
         other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
         if other is not None:
             raise SettingError(
-                f"{self._name()} was to begin with {counted(counts[0], 'sample')} on rank 0",
+                f"{self._name()} was to begin with {pluralize(counts[0], 'sample')} on rank 0",
                 f"the data set has {counts[other]} on rank {other}",
                 "let it grow alike on all workers (world.gather brings together what each has found)",
             )
@@ -288,23 +279,12 @@ class MapLoader(LoaderBase):
         return here
 
     def _must_post(self) -> bool:
-        """Whether no backward tells the others that this worker continues; saves half of all posts."""
+        """Whether no backward shows the others that this worker continues; saves half of all posts."""
         is_trained = self.trains and self.batch_info is not None and self.batch_info.is_trained
         return not is_trained or self.loop.has_sync_norm
 
-    def _spans(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """This worker's micro-batches of a global batch."""
-        share = part(start, stop, self.loop.world.rank, self.loop.world.size)
-        return [part(*share, index, self.accumulate) for index in range(self.accumulate)]
-
-    def _keys(self, order: Tensor, start: int, stop: int) -> list[Key]:
-        samples = order[start:stop].tolist()
-        if not self._samples.draws:
-            return [(sample, 0) for sample in samples]
-        return [(sample, derive_seed(self._seed, self.epoch, start + n)) for n, sample in enumerate(samples)]
-
-    def _padding(self, order: Tensor, start: int) -> Any:
-        return self.collate_fn([self._samples[self._keys(order, start, start + 1)[0]]])
+    def _keys(self, order: Tensor, start: int, stop: int) -> list[Any]:
+        return self._samples.keys(order, start, stop, self._seed, self.epoch)
 
     def state(self) -> dict[str, Any]:
         """Where it is, and the order if it cannot be computed again."""
@@ -321,7 +301,7 @@ class MapLoader(LoaderBase):
         self._grows = bool(state.get("grows"))
         # One that grows may have its length only after the script has read it from the checkpoint.
         if state["num_samples"] != len(self.dataset) and not self._grows:
-            raise self._other_data(counted(state["num_samples"], "sample"))
+            raise self._other_data(pluralize(state["num_samples"], "sample"))
         super().load_state(state)
         self._length = state["num_samples"]
         self._drawn = (state["order"], state["sizes"]) if "order" in state else None

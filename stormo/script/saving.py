@@ -15,7 +15,8 @@ from torch import Tensor
 
 from stormo import checkpoint
 from stormo.checkpoint import CorruptCheckpointError, Snapshot
-from stormo.data.order import derive_seed, seed_generators
+from stormo.data.generators import seed_generators
+from stormo.data.order import derive_seed
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.script.loop import Loop
@@ -136,18 +137,18 @@ def _require_whole_step(loop: Loop) -> None:
 
 
 def _require_same_places(loop: Loop) -> None:
-    """All workers load rank 0's places: a loader must be in the same one everywhere."""
+    """All workers load rank 0's positions: a loader must have the same one everywhere."""
     states = {str(number): loader.state() for number, loader in loop.loaders.items()}
     here = {number: f"epoch {state['epoch'] + 1}, sample {state['position']}" for number, state in states.items()}
-    places: list[dict[str, str]] = loop.world.broadcast_object(loop.world.gather_objects(here))
-    for rank, theirs in enumerate(places):
-        for number, main in places[0].items():
+    positions: list[dict[str, str]] = loop.world.broadcast_object(loop.world.gather_objects(here))
+    for rank, theirs in enumerate(positions):
+        for number, main in positions[0].items():
             # One that is no longer in use may be gone on some workers sooner than on others.
             if theirs.get(number, main) != main:
                 raise SettingError(
                     f"world.save() was called with loader {int(number) + 1} at {main} on rank 0",
                     f"it is at {theirs[number]} on rank {rank}",
-                    "let all workers leave their loops alike: an iterator kept in a variable is still under way, and "
+                    "let all workers leave their loops alike: an iterator kept in a variable is still active, and "
                     "its close() ends it",
                 )
 

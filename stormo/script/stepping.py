@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stormo.errors import SettingError
-from stormo.optim.own import is_scheduled
+from stormo.optim.task_optimizer import is_scheduled
 from stormo.parallel.buckets import is_summed
 from stormo.parallel.exchange import GradientExchange
 from stormo.script.loop import Loop
@@ -92,7 +92,7 @@ class OptimizerGate:
         if not self.has_backward:
             raise SettingError(
                 "optimizer.step() was called without world.backward() before it",
-                "loss.backward() gives every worker a gradient of its own",
+                "loss.backward() gives every worker its own gradient",
                 "call world.backward(loss) instead of loss.backward()",
             )
 
@@ -185,7 +185,7 @@ class Group:
         if gradient is not None and self.loop.world.size > 1 and not is_summed(gradient):
             raise SettingError(
                 "world.backward() was called on top of gradients that did not come from it",
-                "loss.backward() gives every worker a gradient of its own, which the sum would count once a worker",
+                "loss.backward() gives every worker its own gradient, which the sum would count once a worker",
                 "call world.backward() for every loss, or optimizer.zero_grad() before it",
             )
 
@@ -268,7 +268,7 @@ class Group:
 
 
 def _is_called_by_scaler() -> bool:
-    """Whether a loss scaler has called for the step; it leaves no trace on the gradients."""
+    """Whether a loss scaler has called for the step; unscaling changes gradients without a new version of them."""
     callers = (frame.f_locals.get("self") for frame, _ in itertools.islice(walk_stack(None), _MOST_FRAMES))
     return any(isinstance(caller, torch.amp.GradScaler) and caller.is_enabled() for caller in callers)
 

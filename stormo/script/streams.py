@@ -1,7 +1,7 @@
 """Loaders over streams: data that can only be read in order.
 
-Every worker reads the whole stream and takes its rows of each batch. With `sharded` each has a stream of its own, of
-any length: a worker whose stream has ended gets padding until the last one is done.
+Every worker reads the whole stream and takes its rows of each batch. With `sharded` each has its own stream, of any
+length: a worker whose stream has ended gets padding until the last one is done.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from stormo.data.batches import batch_length, cut, move, samples_first
 from stormo.data.generators import generators_kept, host_states, seed_host, set_host_states
-from stormo.data.order import derive_seed, part
+from stormo.data.order import derive_seed
 from stormo.data.sample_check import require_same_start
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.script.collective_check import call_site
 from stormo.script.loop import BatchInfo, LoaderBase, Loop
 
@@ -24,7 +24,7 @@ _END = object()
 
 
 class _Generators:
-    """Random generators of a stream's own, in place of the script's while it is read: all workers read alike."""
+    """Separate random generators for a stream: all workers draw the same while they read it."""
 
     def __init__(self, seed: int) -> None:
         with generators_kept():
@@ -41,7 +41,7 @@ class _Generators:
 
 
 class _StreamBase(LoaderBase):
-    """What both kinds of streams do: read under generators of their own, and find a position again by reading."""
+    """Reads a stream under its own random generators, and finds a position again by reading up to it."""
 
     _is_sharded = False
 
@@ -67,7 +67,7 @@ class _StreamBase(LoaderBase):
                 batch = next(source, _END)
             if batch is _END and num_read < position:
                 raise SettingError(
-                    f"a checkpoint was loaded that is {counted(position, 'sample')} into a stream",
+                    f"a checkpoint was loaded that is {pluralize(position, 'sample')} into a stream",
                     f"the stream gives only {num_read}",
                     "give it the same data as before",
                 )
@@ -96,9 +96,9 @@ class _StreamBase(LoaderBase):
             )
         if any(position) and len(position) != len(self._start):
             raise SettingError(
-                f"a checkpoint was loaded whose loader {self.number + 1} was inside {counted(len(position), 'stream')}",
+                f"a checkpoint was loaded whose loader {self.number + 1} was in {pluralize(len(position), 'stream')}",
                 f"here it reads {len(self._start)}",
-                f"start {counted(len(position), 'worker')}, or save between two epochs",
+                f"start {pluralize(len(position), 'worker')}, or save between two epochs",
             )
         super().load_state(state if any(position) else state | {"position": self._start})
 
@@ -128,7 +128,6 @@ class StreamLoader(_StreamBase):
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next pass over the stream, on the worker's device."""
-        world = self.loop.world
         with self._iterating(call_site()) as iteration:
             source = self._read(0)
             while True:
@@ -139,22 +138,18 @@ class StreamLoader(_StreamBase):
                 if batch is _END:
                     return
                 if not any(self._position):
-                    require_same_start(world, batch, self._read_again)
+                    require_same_start(self.loop.world, batch, self._read_again)
                 self._next_position = [self._position[0] + length]
                 self._num_begun += 1
-                share = part(0, length, world.rank, world.size)
-                for index in range(self.accumulate):
-                    a, b = part(*share, index, self.accumulate)
-                    if a == b and not self.trains:
-                        continue
-                    rows = cut(batch, a, b) if b > a else cut(batch, 0, 1)
-                    info = BatchInfo(b - a, length, is_last=index == self.accumulate - 1)
-                    yield from self._give(self._to_device(rows), info, iteration)
+                for span in self._spans(0, length):
+                    if span.num_samples or self.trains:
+                        rows = self._to_device(cut(batch, *span.padded))
+                        yield from self._give(rows, BatchInfo.of(span), iteration)
                 self._step_done()
 
     @property
     def _read_again(self) -> Callable[[], Any] | None:
-        """Reads the first batch a second time; None where that would take it from the reading under way."""
+        """Reads the first batch a second time; None where that would take it from the current reading."""
         is_bound = hasattr(self.dataset, "__next__") or self._batches.persistent_workers
         return None if is_bound else lambda: next(self._read(0))
 
@@ -167,7 +162,7 @@ class StreamLoader(_StreamBase):
             raise SettingError(
                 f"world.loader() was given a stream that gives rank 0 {first}",
                 f"it gives rank {other} {second} at the same place",
-                "let it not depend on the worker, or set sharded=True if every worker has a part of its own",
+                "let it not depend on the worker, or set sharded=True if every worker has its own part",
             )
         if lengths[0] == 0:
             raise SettingError("world.loader() was given a stream", "it gave an empty batch", "leave such batches out")
@@ -213,7 +208,7 @@ class ShardedLoader(_StreamBase):
                         lengths[world.rank],
                         total if self.accumulate == 1 else None,
                         is_last=is_last,
-                        pass_samples=total,
+                        micro_batch_samples=total,
                         rank_without=lengths.index(0) if 0 in lengths else None,
                     )
                     yield from self._give(self._to_device(last), info, iteration)

@@ -23,9 +23,10 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from stormo.data.order import derive_seed, seed_generators
+from stormo.data.generators import seed_generators
+from stormo.data.order import derive_seed
+from stormo.data.staging.node_cache import Lease
 from stormo.data.staging.nodes import local_folder, stage_on_nodes
-from stormo.data.staging.shelf import Hold
 from stormo.distributed.world import World as Workers
 from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
@@ -33,10 +34,10 @@ from stormo.launch import FailureReporter
 from stormo.script import joining, saving, values
 from stormo.script.backward import Backward
 from stormo.script.collective_check import CollectiveCheck, call_site
-from stormo.script.energy import Energy, ScriptMeter, Starts
+from stormo.script.energy import Energy, ScriptMeter, StartRecorder
 from stormo.script.loader_factory import Batches, Loader, make_loader
 from stormo.script.loop import Loop
-from stormo.script.wrapping import tell_unwrapped_optimizers, wrap
+from stormo.script.wrapping import warn_of_unwrapped_optimizers, wrap
 
 Compress = Literal["none", "bf16", "fp16"]
 
@@ -51,7 +52,7 @@ class World:
     """The workers of a script, seen from one of them; with one worker the script computes what it did without.
 
     Args:
-        device: cpu or cuda; by default what `stormo run` was told, else a GPU if there is one.
+        device: cpu or cuda; default: that of `stormo run`, else a GPU if there is one.
         backend: nccl or gloo; by default what fits the device.
         timeout_s: how long a worker waits for the others before it gives up; default 600.
         energy: measure what the nodes draw, and print it when the script ends, if anything can be read.
@@ -70,27 +71,27 @@ class World:
             raise SettingError(
                 "stormo.World() was called a second time", "a process is one worker", "use the first one"
             )
-        workers, lifeline = joining.join(device, backend, timeout_s)
+        workers, reporter = joining.join(device, backend, timeout_s)
         _the_world = self
-        self._set_up(workers, lifeline, energy=energy)
-        tell_unwrapped_optimizers(self._loop)
+        self._set_up(workers, reporter, energy=energy)
+        warn_of_unwrapped_optimizers(self._loop)
         joining.at_exit(self.close)
 
     @classmethod
-    def _of(cls, workers: Workers, lifeline: FailureReporter) -> World:
+    def _of(cls, workers: Workers, reporter: FailureReporter) -> World:
         """On workers that have met already, besides the one of this process."""
         self = cls.__new__(cls)
-        self._set_up(workers, lifeline)
+        self._set_up(workers, reporter)
         return self
 
-    def _set_up(self, workers: Workers, lifeline: FailureReporter, *, energy: bool = False) -> None:
+    def _set_up(self, workers: Workers, reporter: FailureReporter, *, energy: bool = False) -> None:
         self._workers = workers
-        self._lifeline = lifeline
-        self._stop = joining.StopRequest(announces=workers.place.launcher == "alone")
+        self._reporter = reporter
+        self._stop = joining.StopRequest(announces=workers.rank_info.launcher == "alone")
         self._seen_posts = 0
-        self._staged: list[Hold] = []
+        self._staged: list[Lease] = []
         self._meter = ScriptMeter(workers) if energy else None
-        self._starts = Starts(NoNodeRecorder(), 0) if self._meter is None else self._meter.starts
+        self._starts = StartRecorder(NoNodeRecorder(), 0) if self._meter is None else self._meter.starts
         self._has_own_seed = False
         check = CollectiveCheck(workers, self._stop.current)
         self._loop = Loop(world=workers, check=check, begin=self._draw_own_numbers)
@@ -113,12 +114,12 @@ class World:
     @property
     def local_rank(self) -> int:
         """This worker's number on its node."""
-        return self._workers.place.local_rank
+        return self._workers.rank_info.local_rank
 
     @property
     def node_id(self) -> int:
         """Which node this worker is on."""
-        return self._workers.place.node_id
+        return self._workers.rank_info.node_id
 
     @property
     def device(self) -> torch.device:
@@ -189,7 +190,7 @@ class World:
             global_batch_size: samples of all workers in one step, instead.
             shuffle: another order in every epoch, the same whatever the number of workers.
             accumulate: micro-batches of one step; `optimizer.step()` waits for the last of them.
-            sharded: every worker brings a part of its own, of any length, instead of all seeing the same data.
+            sharded: every worker brings its own part of the data, of any length, instead of all reading the same.
             num_workers: processes that read the data set, for each worker.
             collate_fn: makes a batch of a list of samples.
             seed: of the order and of what a data set draws; default: from the script's own random state.
@@ -216,21 +217,21 @@ class World:
         Args:
             loss: the mean over this worker's samples, a scalar; or their sum, with reduction="sum".
             count: what the loss is a mean over, if not the batch's samples (tokens, pixels that count).
-                Losses of one batch, and all losses without a loader, are each a mean of their own and are added up.
+                Losses of one batch, and all losses without a loader, are separate means, which are added up.
             reduction: "sum" for a loss that is a sum over the samples: gradients are added up over workers and
                 micro-batches. Without it the first losses of a line are looked at, and a sum that shows is refused;
                 "mean" looks at nothing.
-            loader: which loader the batch is from, if several are under way.
+            loader: which loader the batch is from, if several are active.
             more: another backward follows before the step; saves an exchange between the workers.
             options: passed to torch, such as retain_graph.
         """
         self._backward(loss, count, reduction, loader, more, **options)
-        self._lifeline.alive(self._loop.num_steps)
+        self._reporter.alive(self._loop.num_steps)
         self._starts.advance(self._loop.num_steps)
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether the batch at hand is the last of its step: always True without `accumulate=`."""
+        """Whether the current batch is the last of its step: always True without `accumulate=`."""
         infos = [loader.batch_info for loader in self._loop.iterating if loader.batch_info is not None]
         if not infos:
             raise SettingError(
@@ -312,7 +313,7 @@ class World:
         """`with world.once_per_node() as mine:` mine is True in one process of each node; the others wait for it."""
         self._exchange("world.once_per_node")
         with self._workers.once_per_node() as mine:
-            self._loop.check.is_alone = mine and self._workers.place.local_size > 1
+            self._loop.check.is_alone = mine and self._workers.rank_info.local_size > 1
             try:
                 yield mine
             finally:
@@ -329,12 +330,12 @@ class World:
             keep: leave the copy for later scripts on the node.
         """
         self._exchange("world.stage")
-        near = stage_on_nodes(self._workers, path, local_folder(str(folder)), keep=keep)
-        joining.before_error_exit(near.hold.release)
-        self._staged.append(near.hold)
-        if near.sentence is not None:
-            self.print(near.sentence)
-        return near.path
+        copy = stage_on_nodes(self._workers, path, local_folder(str(folder)), keep=keep)
+        joining.before_error_exit(copy.lease.release)
+        self._staged.append(copy.lease)
+        if copy.sentence is not None:
+            self.print(copy.sentence)
+        return copy.path
 
     # Saving, loading, stopping
 
@@ -345,7 +346,7 @@ class World:
         other break, with the next epoch.
 
         Args:
-            folder: each save makes a checkpoint of its own in it, whole or not at all.
+            folder: each save makes a new checkpoint in it, whole or not at all.
             keep: how many of the newest stay.
             extra: numbers, text, tensors, lists and dicts, which `load` gives back.
         """
@@ -380,7 +381,7 @@ class World:
         """
         self._stop.listen()
         check = self._loop.check
-        if check.num_posts == self._seen_posts:  # no post since the last look could have carried the news
+        if check.num_posts == self._seen_posts:  # no post since the last time could have carried a stop
             self._exchange("world.stop_requested")
         check.wait()
         self._seen_posts = check.num_posts
@@ -397,21 +398,21 @@ class World:
         return joining.exit_code_of(self._loop.check.agreed_stop)
 
     def close(self) -> None:
-        """Leave, and print the energy; happens by itself when the script ends."""
+        """Leave, and print the energy; called automatically when the script ends."""
         self._loop.check.require_worker("world.close()")
         self._loop.check.is_closed = True
         total = self._meter.close() if self._meter is not None else None
         for group in self._loop.groups:
             group.exchange.close()
-        for hold in self._staged:
-            hold.release()
+        for lease in self._staged:
+            lease.release()
         self._workers.close()
         if total is not None:
             with contextlib.suppress(OSError, ValueError):  # nobody can read it
                 builtins.print(total, file=sys.stderr, flush=True)  # noqa: T201
                 if (over_all := self._starts.sentence()) is not None:
                     builtins.print(over_all, file=sys.stderr, flush=True)  # noqa: T201
-        self._lifeline.close()
+        self._reporter.close()
 
     def __enter__(self) -> World:
         return self

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stormo.distributed.world import World
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
 from stormo.parallel.buckets import is_summed
 from stormo.parallel.compression import HALF_DTYPES
@@ -158,7 +158,7 @@ def _check_new(parameters: Iterable[nn.Parameter], parts: tuple[Any, ...], group
     wrapped = [each for group in groups for each in (*group.optimizers, *group.others)]
     again = next((part for part in parts if any(part is each for each in wrapped)), None)
     if num_shared or again is not None:
-        what = counted(num_shared, "parameter") if num_shared else f"a {type(again).__name__}"
+        what = pluralize(num_shared, "parameter") if num_shared else f"a {type(again).__name__}"
         raise SettingError(
             f"world.wrap() was given {what} for the second time",
             "gradients are summed over the workers once",
@@ -170,31 +170,31 @@ def _check_optimizers(parts: tuple[Any, ...], model: nn.Module) -> None:
     for optimizer in (part for part in parts if isinstance(part, Optimizer)):
         if foreign := _foreign_tensors(optimizer, model):
             raise SettingError(
-                f"world.wrap() was given an optimizer with {counted(len(foreign), 'tensor')} not of the model",
+                f"world.wrap() was given an optimizer with {pluralize(len(foreign), 'tensor')} not of the model",
                 "their gradients would differ between the workers",
                 "make the optimizer from model.parameters(), and pass all models it moves in one call",
             )
 
 
-def tell_unwrapped_optimizers(loop: Loop) -> None:
-    """Tell once, at its line, of an optimizer that steps without having been wrapped: the replicas would differ."""
+def warn_of_unwrapped_optimizers(loop: Loop) -> None:
+    """Warn once of an optimizer that steps without having been wrapped: the replicas would differ."""
     reference = weakref.ref(loop)
 
-    def look(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    def check(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
         here = reference()
         # One that steps inside of a wrapped one is a part of it.
         if here is None or here.check.is_closed or here.is_stepping or not here.groups:
             return
         if _is_unwrapped(optimizer, here):
             where = call_site()  # and not by the optimizer: a script may make one for every batch
-            here.tell(
+            here.warn_once(
                 where,
                 f"the {type(optimizer).__name__} that steps in {where} was not passed to world.wrap(): it is not "
                 "saved, and on several workers it moves what was not wrapped, or has its gradient from "
                 "loss.backward(), by the worker's own samples. Pass it along: world.wrap(module, optimizer).",
             )
 
-    register_optimizer_step_pre_hook(look)
+    register_optimizer_step_pre_hook(check)
 
 
 def _is_unwrapped(optimizer: Optimizer, loop: Loop) -> bool:

@@ -9,46 +9,46 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, counted
-from stormo.study import runs
+from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, pluralize
+from stormo.study import runner
 from stormo.study.curve import make_curve
 from stormo.study.fit import fit_model
 from stormo.study.measurement import Measurement, read_csv
+from stormo.study.report_text import report_lines
 from stormo.study.results import Result, write_results
-from stormo.study.settings import read_arguments, read_mode, read_study
-from stormo.study.text import report_lines
+from stormo.study.study import read_arguments, read_mode, read_study
 from stormo.telemetry.text import write_text
 
 
-def main(arguments: list[str], train: runs.Runner = runs.run_child) -> int:
+def main(arguments: list[str], train: runner.Runner = runner.run_child) -> int:
     """Do the study; `train` does one run."""
     own, rest = read_arguments(arguments)
     if own.table is not None:
         return _from_csv(own, rest)
     study = read_study(own, rest)
-    runs.check_folder(study)
-    runs.check_runs(study)
+    runner.check_folder(study)
+    runner.check_runs(study)
     try:
-        runs.open_folder(study)
+        runner.open_folder(study)
     except OSError as error:
         raise _cannot_write(study.output, error) from None
-    _say(f"{study.output}: the same command with --output {study.output} resumes this study")
+    _print(f"{study.output}: the same command with --output {study.output} resumes this study")
     load, num_cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > num_cpus / 2:
-        _say(f"other programs are running (load {load:.1f} on {counted(num_cpus, 'core')}): figures will scatter")
+        _print(f"other programs are running (load {load:.1f} on {pluralize(num_cpus, 'core')}): figures will scatter")
     if study.on_cpus and "OMP_NUM_THREADS" not in os.environ:
-        _say(
-            f"CPU workers share the {counted(num_cpus, 'core')} of this machine, and one worker alone uses them all: "
+        _print(
+            f"CPU workers share the {pluralize(num_cpus, 'core')} of this machine, and one worker alone uses them all: "
             "OMP_NUM_THREADS=1 gives every worker one"
         )
     if study.single_worker_note:
-        _say(f"1 worker: {study.single_worker_note}")
+        _print(f"1 worker: {study.single_worker_note}")
     try:
-        with runs.stop_signals():
-            measurements, failed = runs.run_study(study, train, _say)
+        with runner.stop_signals():
+            measurements, failed = runner.run_study(study, train, _print)
     except KeyboardInterrupt as stopped:
-        _say(f"stopped; resume with the same command and --output {study.output}")
-        return EXIT_RESUMABLE if isinstance(stopped, runs.StoppedError) else EXIT_INTERRUPTED
+        _print(f"stopped; resume with the same command and --output {study.output}")
+        return EXIT_RESUMABLE if isinstance(stopped, runner.StoppedError) else EXIT_INTERRUPTED
     except OSError as error:  # runs that have ended are kept
         raise _cannot_write(study.output, error) from None
     if study.node_id == 0:  # which has the figures
@@ -68,7 +68,7 @@ def _from_csv(own: argparse.Namespace, rest: Sequence[str]) -> int:
     path = Path(own.table)
     table = read_csv(path, modes[0])
     if table.unused:
-        _say(f"columns of {path} that are not used: {', '.join(table.unused)}")
+        _print(f"columns of {path} that are not used: {', '.join(table.unused)}")
     folder = Path(own.output) if own.output else Path("runs") / f"scale-{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     _show_results(table.measurements, modes, folder, energy_per=table.energy_per)
     return 0
@@ -79,19 +79,19 @@ def _show_results(
     modes: Sequence[str],
     folder: Path,
     *,
-    failed: Sequence[runs.FailedRun] = (),
+    failed: Sequence[runner.FailedRun] = (),
     energy_per: str = "sample",
 ) -> None:
     """Print the text of every mode, and write the files."""
     curves = [curve for mode in modes if (curve := make_curve(measurements, mode, energy_per)) is not None]
     results: list[Result] = [(curve, fit_model(curve.measurements, curve.mode)) for curve in curves]
-    _say("")
+    _print("")
     for curve, fit in results:
         write_text("\n".join(report_lines(curve, fit, plain=not _shows_blocks())) + "\n", sys.stdout)
     if failed:
-        _say(f"{counted(len(failed), 'run')} failed:")
+        _print(f"{pluralize(len(failed), 'run')} failed:")
         for one in failed:
-            _say(f"  {one.run.words}: {one.error}")
+            _print(f"  {one.run.label}: {one.error}")
     if results:
         failures = [
             {"name": one.run.name, "mode": one.run.mode, "workers": one.run.workers, "error": one.error}
@@ -99,7 +99,7 @@ def _show_results(
         ]
         try:
             for line in write_results(folder, results, failures):
-                _say(line)
+                _print(line)
         except OSError as error:
             raise _cannot_write(folder, error) from None
 
@@ -115,5 +115,5 @@ def _shows_blocks() -> bool:
     return sys.stdout.isatty() and encoding == "utf8"
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     write_text(f"{line}\n", sys.stdout)

@@ -2,8 +2,8 @@
 
 A step of one worker takes T1, of which the share s is serial; a ring of N workers takes c (N - 1) / N for gradients.
 Strong: T(N) = T1 (s + (1 - s) / N) + c (N - 1) / N. Weak, where a step grows with the workers:
-T(N) = T1 (s N + 1 - s) + c (N - 1) / N. In strong scaling s and c act alike on time, so that they can be told apart
-only where communication itself was measured.
+T(N) = T1 (s N + 1 - s) + c (N - 1) / N. In strong scaling s and c have the same effect on time, so they can be
+separated only where communication itself was measured.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Fit:
 
     mode: str
     serial_share: Estimate
-    communication_s: Estimate | None  # None where it cannot be told from the serial share
+    communication_s: Estimate | None  # None where it cannot be separated from the serial share
     one_worker_s: Estimate
     misfit: float  # the largest deviation of a measured mean from the curve, as a share of it
     degrees: int  # measurements beyond the parameters; 0: it passes through every point and is not tested
-    note: str  # what could not be told, or ""
+    note: str  # what could not be separated, or ""
     coefficients: _Array
     draws: _Array | None  # other coefficients that fit as well, for the intervals
 
@@ -110,9 +110,9 @@ def fit_model(measurements: Sequence[Measurement], mode: str) -> Fit | str:
     if np.linalg.matrix_rank(design) < 3:
         columns = [0, 1]
         note = (
-            "serial work and communication act alike on these times and are taken together"
+            "serial work and communication have the same effect on these times and are counted together"
             if mode == "strong"
-            else "two numbers of workers cannot tell communication from serial work: they are taken together"
+            else "two numbers of workers cannot separate communication from serial work: they are counted together"
         )
     coefficients = np.zeros(3)
     coefficients[columns] = _non_negative(design[:, columns], target)
@@ -179,13 +179,13 @@ def _draws(design: _Array, target: _Array, coefficients: _Array, columns: Sequen
 
     used = design[:, columns]
     residual = used @ coefficients[columns] - target
-    spread = math.sqrt(float(residual @ residual) / degrees)
+    deviation = math.sqrt(float(residual @ residual) / degrees)
     generator = np.random.default_rng(0)  # the same answer for the same measurements
     # The Cholesky factor of the covariance is unique, so every machine draws the same. It is taken from the QR of the
     # reversed columns, as columns that are nearly alike make their product singular.
     triangle = np.linalg.qr(used[:, ::-1], mode="r")
     triangle *= np.sign(np.diag(triangle))[:, None]
-    factor = np.linalg.inv(triangle)[::-1, ::-1] * spread
+    factor = np.linalg.inv(triangle)[::-1, ::-1] * deviation
     normal = generator.standard_normal((_NUM_DRAWS, len(columns))) @ factor.T
     scale = np.sqrt(degrees / generator.chisquare(degrees, size=(_NUM_DRAWS, 1)))
     drawn = np.zeros((_NUM_DRAWS, 3))

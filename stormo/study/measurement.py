@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stormo.errors import SettingError, StormoError, counted
-from stormo.study.settings import Run
+from stormo.errors import SettingError, StormoError, pluralize
+from stormo.study.study import Run
 from stormo.system.files import BadFileError
 from stormo.telemetry.events import current_events, read_events
 from stormo.telemetry.folder import RunFolder, read_summary
@@ -83,13 +83,13 @@ def measure_run(folder: Path, run: Run) -> Measurement:
             measured,
             batch=started.get("global_batch_size"),
             time_to_target_s=summary.get("time_to_target_s"),
-            energy_to_target_j=summary.get("energy_to_target_j") or None,  # 0: sooner than its counters tell
+            energy_to_target_j=summary.get("energy_to_target_j") or None,  # 0: too short for its counters
         )
 
 
 @contextlib.contextmanager
 def _complete_events(folder: Path) -> Iterator[None]:
-    """Turn a figure that is missing from an event into a sentence."""
+    """Turn a missing figure of an event into a `BadFileError`."""
     try:
         yield
     except (KeyError, TypeError) as error:
@@ -150,7 +150,7 @@ def _of_steps(events: Sequence[_Event], run: Run) -> Measurement:
         j_per_sample=_mean(powers) * time_s / samples if is_metered else None,
         energy_reason="on several nodes it is known for whole epochs only" if powers and run.num_nodes > 1 else "",
         input_s=None if None in waits else _mean([wait for wait in waits if wait is not None]) * time_s / samples,
-        basis=counted(newest.step - start.step, "step"),
+        basis=pluralize(newest.step - start.step, "step"),
         is_of_steps=True,
     )
 
@@ -194,7 +194,7 @@ def _energy_reason(summary: _Event) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CsvTable:
-    """The measurements of a CSV file, and the columns that mean nothing here."""
+    """The measurements of a CSV file, and the columns that are not used."""
 
     measurements: tuple[Measurement, ...]
     energy_per: str
@@ -206,29 +206,45 @@ class _LineError(ValueError):
 
 
 def read_csv(path: Path, mode: str) -> CsvTable:
-    """Read a table measured elsewhere, a row for each measurement; malformed lines are named in the error.
+    """Read a table measured elsewhere, a row for each measurement; the error names malformed lines.
 
     Columns: `workers`; a speed (`units_per_s`, `images_per_s`, ...) or `time_s`, the seconds for the same work at every
     number of workers; optionally `power_w` (all devices together), `energy_j` (of that work), `repeat`.
     """
+
+    def refuse(why: str, instead: str) -> SettingError:
+        return SettingError(f"--from {path} was set", why, instead)
+
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
-            rows = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+            rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
     except OSError as error:
-        raise _bad_csv(path, f"it cannot be read ({error.strerror})", "check the path") from None
+        raise refuse(f"it cannot be read ({error.strerror})", "check the path") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise _bad_csv(path, f"it is not a CSV file ({error})", "save it as UTF-8 CSV") from None
-    rows = [(number, row) for number, row in rows if not row[0].lstrip().startswith("#")]
+        raise refuse(f"it is not a CSV file ({error})", "save it as UTF-8 CSV") from None
+    rows = [(number, row) for number, row in rows if any(row) and not row[0].startswith("#")]
     if len(rows) < 2:
-        raise _bad_csv(path, "it has no row of figures below a line of names", "give it at least two rows")
-    names = [cell.strip().lower() for cell in rows[0][1]]
-    unit = _csv_unit(names, path)
+        raise refuse("it has no row of figures below a line of names", "give it at least two rows")
+    names = [cell.lower() for cell in rows[0][1]]
+    speeds = [match[1] for name in names if (match := _CSV_SPEED.fullmatch(name))]
+    if len(names) < 2 or any("\n" in name for name in names):
+        raise refuse("its first line does not name columns with commas between", "name a CSV file")
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise refuse(f"it has two columns {double}", "leave one of them out")
+    if "workers" not in names or (not speeds and "time_s" not in names) or len(speeds) > 1:
+        instead = "name a column workers, and one units_per_s, samples_per_s (or the like) or time_s"
+        raise refuse(f"its columns are {', '.join(names)}", instead)
+    if "energy_j" in names and "time_s" not in names:
+        why = "it has energy_j without time_s, which says what the energy was spent on"
+        raise refuse(why, "add time_s, or give power_w instead")
+    unit = speeds[0] if speeds else "runs"  # of the same work
     measurements: dict[tuple[int, int], Measurement] = {}
-    problems, seen = [], Counter[int]()
+    problems, num_rows = [], Counter[int]()
     for number, row in rows[1:]:
         try:
-            one = _of_row(names, row, unit, mode, seen)
+            one = _of_row(names, row, unit, mode, num_rows)
             if (one.workers, one.repeat) in measurements:
                 raise _LineError(f"repeats workers {one.workers}, repeat {one.repeat}")
             measurements[one.workers, one.repeat] = one
@@ -236,7 +252,7 @@ def read_csv(path: Path, mode: str) -> CsvTable:
             problems.append(f"line {number} {error}")
     if problems:
         more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
-        raise _bad_csv(path, "; ".join(problems[:_MOST_NAMED]) + more, "correct these lines")
+        raise refuse("; ".join(problems[:_MOST_NAMED]) + more, "correct these lines")
     return CsvTable(
         measurements=tuple(measurements.values()),
         energy_per=unit.removesuffix("s") or unit,
@@ -244,36 +260,30 @@ def read_csv(path: Path, mode: str) -> CsvTable:
     )
 
 
-def _bad_csv(path: Path, why: str, instead: str) -> SettingError:
-    return SettingError(f"--from {path} was set", why, instead)
-
-
-def _csv_unit(names: list[str], path: Path) -> str:
-    """The unit of the speed, or "runs" of the same work where the table gives only times."""
-    speeds = [match[1] for name in names if (match := _CSV_SPEED.fullmatch(name))]
-    if len(names) < 2 or any("\n" in name for name in names):
-        raise _bad_csv(path, "its first line does not name columns with commas between", "name a CSV file")
-    double = next((name for name, count in Counter(names).items() if count > 1), None)
-    if double is not None:
-        raise _bad_csv(path, f"it has two columns {double}", "leave one of them out")
-    if "workers" not in names or (not speeds and "time_s" not in names) or len(speeds) > 1:
-        instead = "name a column workers, and one units_per_s, samples_per_s (or the like) or time_s"
-        raise _bad_csv(path, f"its columns are {', '.join(names)}", instead)
-    if "energy_j" in names and "time_s" not in names:
-        why = "it has energy_j without time_s, which says what the energy was spent on"
-        raise _bad_csv(path, why, "add time_s, or give power_w instead")
-    return speeds[0] if speeds else "runs"
-
-
-def _of_row(names: list[str], row: list[str], unit: str, mode: str, seen: Counter[int]) -> Measurement:
+def _of_row(names: list[str], row: list[str], unit: str, mode: str, num_rows: Counter[int]) -> Measurement:
     if len(row) != len(names):
         raise _LineError(f"has {len(row)} fields where the first line names {len(names)}")
-    cells = {name: cell.strip() for name, cell in zip(names, row, strict=True)}
-    workers = _count(cells, "workers")
-    seen[workers] += 1
-    time_s, power_w, energy_j = (_positive(cells, name) for name in ("time_s", "power_w", "energy_j"))
+    cells = dict(zip(names, row, strict=True))
+
+    def count(name: str) -> int:
+        if not cells[name].isdecimal() or int(cells[name]) < 1:
+            raise _LineError(f"has {name} = {cells[name]!r}, which is not a whole number from 1 on")
+        return int(cells[name])
+
+    def positive(name: str) -> float | None:
+        text = cells.get(name, "")
+        value = math.nan
+        with contextlib.suppress(ValueError):
+            value = float(text)
+        if text and not 0 < value < math.inf:
+            raise _LineError(f"has {name} = {text!r}, which is not a number above 0")
+        return value if text else None
+
+    workers = count("workers")
+    num_rows[workers] += 1
+    time_s, power_w, energy_j = (positive(name) for name in ("time_s", "power_w", "energy_j"))
     speed_name = "time_s" if unit == "runs" else f"{unit}_per_s"
-    speed = _positive(cells, speed_name)
+    speed = positive(speed_name)
     if speed is None:
         raise _LineError(f"has no {speed_name}")
     if unit == "runs":
@@ -286,7 +296,7 @@ def _of_row(names: list[str], row: list[str], unit: str, mode: str, seen: Counte
     return Measurement(
         mode=mode,
         workers=workers,
-        repeat=_count(cells, "repeat") if cells.get("repeat") else seen[workers],
+        repeat=count("repeat") if cells.get("repeat") else num_rows[workers],
         samples_per_s=speed,
         units_per_s=speed,
         unit=unit,
@@ -294,22 +304,3 @@ def _of_row(names: list[str], row: list[str], unit: str, mode: str, seen: Counte
         energy_reason="" if j_per_unit is not None else "the table has no power_w or energy_j for every row",
         basis="table",
     )
-
-
-def _count(cells: Mapping[str, str], name: str) -> int:
-    if not cells[name].isdecimal() or int(cells[name]) < 1:
-        raise _LineError(f"has {name} = {cells[name]!r}, which is not a whole number from 1 on")
-    return int(cells[name])
-
-
-def _positive(cells: Mapping[str, str], name: str) -> float | None:
-    text = cells.get(name, "")
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise _LineError(f"has {name} = {text!r}, which is not a number above 0")
-    return value

@@ -12,7 +12,7 @@ from typing import Any
 
 from stormo.study.curve import Curve, Estimate
 from stormo.study.fit import Fit
-from stormo.study.text import LOSSES, paragraph
+from stormo.study.report_text import LOSSES, paragraph
 from stormo.telemetry.folder import write_json, write_whole
 
 _ESTIMATES = (
@@ -28,7 +28,13 @@ _PLOTS = {
     "time_to_target_s": ("time to the target (s)", 1.0),
     "energy_to_target_j": ("energy to the target (J)", 1.0),
 }
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7")  # Okabe and Ito's, which the colour-blind tell apart
+_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+)  # Okabe and Ito's
 _CURVE_POINTS = 100
 
 Result = tuple[Curve, Fit | str]
@@ -151,11 +157,11 @@ def _draw_losses(plot: Any, curves: Sequence[Curve]) -> None:
         plot.text(0.5, 0.5, "nothing to compare", ha="center", transform=plot.transAxes)
         return
     above, below = [0.0] * len(bars), [0.0] * len(bars)
-    for (name, words), colour in zip(LOSSES.items(), _COLOURS, strict=False):
+    for (name, text), colour in zip(LOSSES.items(), _COLOURS, strict=False):
         parts = [100 * (getattr(split, name) or 0.0) for _, split in bars]
         is_missing = all(getattr(split, name) is None for _, split in bars)
         bottoms = [high if part >= 0 else low for part, high, low in zip(parts, above, below, strict=True)]
-        label = f"{words}: not measured" if is_missing else words
+        label = f"{text}: not measured" if is_missing else text
         plot.bar(range(len(bars)), parts, bottom=bottoms, color=colour, label=label, width=0.6)
         above = [high + max(part, 0.0) for part, high in zip(parts, above, strict=True)]
         below = [low + min(part, 0.0) for part, low in zip(parts, below, strict=True)]

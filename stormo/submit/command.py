@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from stormo.config import options
 from stormo.config.layout import Launched, resolve_layout
 from stormo.config.plan import check_settings, resolve
 from stormo.config.plan.checks import check_run_name
-from stormo.config.schema import SECTIONS, NodeRange, TrainConfig, least_nodes
+from stormo.config.schema import SECTIONS, NodeRange, TrainConfig, min_nodes
 from stormo.config.strategies import names
 from stormo.errors import SettingError
 from stormo.submit import sbatch
@@ -26,7 +26,7 @@ from stormo.telemetry.folder import write_whole
 from stormo.telemetry.runs_folder import default_run_name, require_new_run
 from stormo.telemetry.text import write_text
 
-# What the job says itself, and what belongs to another call.
+# What the job sets, and what belongs to another call.
 _REFUSED = {
     "node_id": "Slurm numbers the nodes",
     "master_addr": "Slurm says where the first node is",
@@ -37,7 +37,7 @@ _REFUSED = {
     "dry_run": "nothing would be trained",
     "plot_schedule": "nothing would be trained",
 }
-_NOT_TOLD = ("task", "config", "resume", "run_name")
+_LEFT_OUT = ("task", "config", "resume", "run_name")
 # Stands for the GPUs of a node that is not known yet: modern enough for everything that may be asked of one.
 _SOME_GPU = Gpu(name="a GPU of the cluster", memory_bytes=80 * 2**30, capability=(9, 0))
 
@@ -53,13 +53,13 @@ def main(arguments: Sequence[str]) -> int:
     earlier = _earlier_jobs(job)
     job_id = _submit(job, script)
     sbatch.write_record(job.run_folder, job_id=job_id, log=job.log, earlier_jobs=earlier)
-    said = f"""\
+    text = f"""\
 job {job_id}: run {job.name} in {job.run_folder}
 its output:  tail -F {shlex.quote(str(job.log))}
 its state:   squeue --jobs={job_id}
 to end it:   scancel {job_id}
 """
-    write_text(said, sys.stdout)
+    write_text(text, sys.stdout)
     return 0
 
 
@@ -75,14 +75,14 @@ def read_job(arguments: Sequence[str]) -> Job:
         name=_name(config),
         slurm=slurm,
         setup=_setup(slurm),
-        least_nodes=least_nodes(workers.num_nodes),
+        least_nodes=min_nodes(workers.num_nodes),
         most_nodes=int(workers.num_nodes),
         workers_per_node=1 if workers.strategy in names(lambda row: row.is_one_process) else per_node,
         gpus_per_node=per_node if workers.device != "cpu" else 0,
         folder=Path.cwd(),
         runs_folder=Path.cwd() / config.run.runs_folder,
         python=sys.executable,
-        words=(config.task, *_told(config, config.given)),
+        arguments=(config.task, *_given_flags(config)),
     )
     for folder in (job.folder, job.runs_folder):
         if any(sign in str(folder) for sign in '\n"\\'):
@@ -156,15 +156,16 @@ def _setup(slurm: Slurm) -> str:
     return "\n".join(filter(None, (of_file.strip(), (slurm.setup or "").strip())))
 
 
-def _told(config: TrainConfig, keys: Set[str]) -> list[str]:
+def _given_flags(config: TrainConfig) -> list[str]:
     """The given settings as flags, in the order of --help."""
     values: dict[str, Any] = {}
     for section in SECTIONS:
         values |= vars(getattr(config, section))
     if config.task_options is not None:
         values |= {f"task.{key}": value for key, value in vars(config.task_options).items()}
-    left_out = {*_NOT_TOLD} | ({"num_nodes"} if isinstance(config.workers.num_nodes, NodeRange) else set())
-    return options.as_flags({key: value for key, value in values.items() if key in keys and key not in left_out})
+    left_out = {*_LEFT_OUT} | ({"num_nodes"} if isinstance(config.workers.num_nodes, NodeRange) else set())
+    keys = config.given - left_out
+    return options.as_flags({key: value for key, value in values.items() if key in keys})
 
 
 def _earlier_jobs(job: Job) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def submit(script: Path) -> str:
     if done.returncode == 0:
         return done.stdout.strip().splitlines()[-1].partition(";")[0]
     reason = _reason(done.stderr)
-    # What a command says of a failure does not tell a refusal from a controller that is down; sinfo does.
+    # sbatch fails alike where it refuses and where the controller is down; sinfo fails only in the second case.
     if shutil.which("sinfo") is not None and _sinfo().returncode != 0:
         raise SettingError(
             "the job was handed to Slurm",
@@ -58,7 +58,7 @@ def submit(script: Path) -> str:
 
 
 def write_record(folder: Path, *, job_id: str, log: Path, earlier_jobs: tuple[str, ...]) -> None:
-    """Keep the job's number in the run folder."""
+    """Write the job's number to the run folder."""
     record = {"run": folder.name, "job_id": job_id, "log": str(log), "submitted_unix_s": time.time()}
     write_json(folder / RECORD, {**record, "earlier_jobs": list(earlier_jobs)})
 
@@ -91,7 +91,7 @@ def _reason(stderr: str) -> str:
 
 
 def _instead(reason: str) -> str:
-    advice = next((words for part, words in _INSTEAD.items() if part in reason.lower()), "ask for something else")
+    advice = next((text for part, text in _INSTEAD.items() if part in reason.lower()), "ask for something else")
     if "{partitions}" not in advice:
         return advice
     names = dict.fromkeys(_sinfo().stdout.split())
@@ -102,10 +102,10 @@ def _sinfo() -> subprocess.CompletedProcess[str]:
     return _run("sinfo", "--noheader", "--format=%R")
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            words,
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
@@ -116,7 +116,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
         )
     except FileNotFoundError:
         raise SettingError(
-            f"{words[0]} was needed", "this machine does not have it", "go to a login node of a cluster"
+            f"{command[0]} was needed", "this machine does not have it", "go to a login node of a cluster"
         ) from None
     except subprocess.TimeoutExpired:
-        raise StormoError(f"{words[0]} did not answer within {_TIMEOUT_S:g} s.") from None
+        raise StormoError(f"{command[0]} did not answer within {_TIMEOUT_S:g} s.") from None

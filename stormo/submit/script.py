@@ -37,7 +37,7 @@ class Job:
     folder: Path  # where it was submitted, and where it runs
     runs_folder: Path
     python: str
-    words: tuple[str, ...]  # what follows `stormo train`
+    arguments: tuple[str, ...]  # of `stormo train`
 
     @property
     def run_folder(self) -> Path:
@@ -128,30 +128,30 @@ note end "$code\""""
 
 
 def _command(job: Job) -> list[str]:
-    """The line that trains, in pieces that go on lines of their own."""
+    """The command of the training, one string a line."""
     slurm = job.slurm
     # Since release 22.05 srun does not take it from the job.
     srun = ["srun"] if slurm.cpus_per_task is None else ["srun", f"--cpus-per-task={slurm.cpus_per_task}"]
     program = [job.python, "-P", "-m", "stormo"]
     if slurm.apptainer is not None:
         image = str(job.folder / slurm.apptainer)
-        own = dict.fromkeys((str(job.folder), str(job.runs_folder)))  # which an image need not see by itself
+        own = dict.fromkeys((str(job.folder), str(job.runs_folder)))  # which an image need not see
         binds = [*own, *([slurm.bind] if slurm.bind else [])]
         nvidia = ["--nv"] if job.gpus_per_node else []
         program = ["apptainer", "exec", *nvidia, "--bind", ",".join(binds), image, "stormo"]
     listening = ["bash", "-c", 'trap "" USR1; exec "$@"', "-"]
-    pieces = [shlex.join([*srun, *listening, *program, "train", job.words[0]]), *_pairs(job.words[1:])]
+    pieces = [shlex.join([*srun, *listening, *program, "train", job.arguments[0]]), *_flag_groups(job.arguments[1:])]
     return [*pieces, '--run-name "$run" --resume']
 
 
-def _pairs(words: Sequence[str]) -> Iterator[str]:
-    """The words with a flag and its value together."""
+def _flag_groups(arguments: Sequence[str]) -> Iterator[str]:
+    """Each flag together with its values."""
     position = 0
-    while position < len(words):
+    while position < len(arguments):
         end = position + 1
-        while end < len(words) and not words[end].startswith("--"):
+        while end < len(arguments) and not arguments[end].startswith("--"):
             end += 1
-        yield shlex.join(words[position:end])
+        yield shlex.join(arguments[position:end])
         position = end
 
 

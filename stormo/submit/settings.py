@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stormo.config.options import Option, options_of, read_toml, settings_from_toml, take_flags
+from stormo.config.options import Option, options_of, take_flags
 from stormo.config.schema import TrainConfig, option
+from stormo.config.toml import read_toml, settings_from_toml
 from stormo.errors import SettingError
 from stormo.tasks.task import Task
 from stormo.training.settings import read_settings
@@ -28,7 +29,7 @@ _DAYS = (r"(?P<d>\d+)-(?P<h>\d+)", r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)", rf"(?P<d
 _UNIT_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNLIMITED = ("infinite", "unlimited")
 _REPEATED = {"setup": "\n", "bind": ",", "sbatch": " "}  # flags that may be repeated: what joins their values
-_LOOP = "submit each run by itself, in a loop of the shell"
+_LOOP = "submit each run, in a loop of the shell"
 _REMOVED = {
     "follow": "tail -F runs/NAME/slurm.log shows the output, and submit prints that line",
     "sweep": _LOOP,
@@ -99,8 +100,8 @@ def read_slurm(arguments: Sequence[str]) -> tuple[Slurm, TrainConfig, type[Task]
     """The settings of the job (flags, then the section of a TOML file) and of the training."""
     for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         _refuse_removed(flag.removeprefix("--").removeprefix("no-").replace("-", "_"), flag)
-    flags, words = take_flags("stormo submit", _USAGE, _DESCRIPTION, _joined(arguments), (_SECTION, Slurm))
-    config, task_class = read_settings(words)
+    flags, rest = take_flags("stormo submit", _USAGE, _DESCRIPTION, _joined(arguments), (_SECTION, Slurm))
+    config, task_class = read_settings(rest)
     source = config.command.config
     section = (read_toml(Path(source)) if source is not None else {}).get(_SECTION, {})
     for key in section if isinstance(section, dict) else ():
@@ -120,8 +121,8 @@ def _joined(arguments: Sequence[str]) -> list[str]:
     """The arguments with the values of a repeated flag joined, in its first place."""
     found: dict[str, list[str]] = {}
     rest: list[str] = []
-    words = iter(arguments)
-    for word in words:
+    remaining = iter(arguments)
+    for word in remaining:
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--")
         if not flag.startswith("--") or name not in _REPEATED:
@@ -130,7 +131,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
         if name not in found:
             rest.append(flag)  # its place, filled below
             found[name] = []
-        found[name].append(value if equals else next(words, ""))
+        found[name].append(value if equals else next(remaining, ""))
     values = {f"--{name}": f"--{name}={_REPEATED[name].join(parts)}" for name, parts in found.items()}
     return [values.get(word, word) for word in rest]
 
@@ -206,14 +207,14 @@ def _check_files(slurm: Slurm) -> None:
 
 def _check_sbatch(flags: str) -> None:
     try:
-        words = shlex.split(flags)
+        parts = shlex.split(flags)
     except ValueError as error:
         raise SettingError(f"--sbatch {flags!r} was set", f"its quotes do not match ({error})", "close them") from None
-    for word in words:
+    for word in parts:
         flag = word.partition("=")[0]
         if not word.startswith("-"):
             raise SettingError(
                 f"--sbatch {flags!r} was set", f"{word!r} is no flag", "write each as --name=value, in quotes"
             )
         if flag in _OURS:
-            raise SettingError(f"--sbatch {flags!r} was set", f"{flag} is said by {_OURS[flag]}", "leave it out there")
+            raise SettingError(f"--sbatch {flags!r} was set", f"{flag} is set by {_OURS[flag]}", "leave it out there")

@@ -1,6 +1,6 @@
 """Files that another account may have prepared: opened without following links, read up to a limit, checked by type.
 
-A run folder may come from somebody else. Nothing in it may hang a command (a pipe), fill its memory (a sparse file, a
+A run folder may come from another user. Nothing in it may hang a command (a pipe), fill its memory (a sparse file, a
 number of 4000 digits), lead it elsewhere (a link) or surprise it (a text where a number belongs).
 """
 
@@ -16,12 +16,12 @@ import secrets
 import stat
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stormo.errors import EXIT_USAGE, StormoError
+from stormo.errors import EXIT_USAGE, SettingError, StormoError
 
 MAX_JSON_BYTES = 16 << 20
 MAX_TOML_BYTES = 128 << 10
@@ -46,7 +46,7 @@ class BadFileError(StormoError, OSError):
 
 
 def printable(text: str) -> str:
-    """The text without what could steer a terminal: control characters, marks of direction, lone surrogates."""
+    """The text without control characters, direction marks and surrogates, which could steer a terminal."""
     return _CONTROL.sub("?", text)
 
 
@@ -208,7 +208,7 @@ def whole_lines_bytes(file: FileIO) -> int:
 
 
 def open_own(path: Path, flags: int) -> FileIO:
-    """A regular file that nobody else has put there, whatever it is opened for; a new one is as open as its folder."""
+    """Open a regular file of this user or of the folder's owner; a new one has the rights of its folder."""
     folder = path.parent.stat()
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, folder.st_mode & 0o666)
@@ -244,7 +244,7 @@ def make_folder(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside a file that nobody can guess."""
+    """A name beside a file that cannot be guessed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
@@ -254,7 +254,7 @@ def is_own(path: Path) -> bool:
 
 
 def private_folder(path: Path) -> Path:
-    """A folder of the user's own that nobody else can write to, made where it is not there."""
+    """A folder that only this user can write to, created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
@@ -264,7 +264,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _plain_types(hint: Any) -> frozenset[type]:
-    """The types of JSON that a hint stands for; none where it has parts of its own."""
+    """The JSON types of a hint; none for a container."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if not all(kind in (int, float, str, bool, types.NoneType) for kind in kinds):
         return frozenset()
@@ -310,8 +310,58 @@ def _check_depth(value: Any) -> None:
 
 
 def _in_words(hint: Any) -> str:
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", types.NoneType: "null"}
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", types.NoneType: "null"}
     kind = typing.get_origin(hint) or hint
     if kind in (typing.Union, types.UnionType):
         return " or ".join(_in_words(one) for one in typing.get_args(hint))
-    return words.get(kind, "a list" if kind in (list, tuple) else "an object")
+    return names.get(kind, "a list" if kind in (list, tuple) else "an object")
+
+
+def keep_compiled(environ: MutableMapping[str, str]) -> None:
+    """Have torch.compile keep its code in a private folder, unless the user has named one.
+
+    Torch's default lies in /tmp, where any user may create it first, and its files are loaded as code.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in environ and "TRITON_CACHE_DIR" in environ:
+        return
+    home = Path(environ["XDG_CACHE_HOME"]) if environ.get("XDG_CACHE_HOME") else Path("~/.cache")
+    try:
+        folder = private_folder(home.expanduser() / "stormo-compiled")
+    except OSError as error:
+        why = error.problem if isinstance(error, BadFileError) else str(error.strerror)
+        raise SettingError(
+            f"{home}/stormo-compiled was to keep what torch.compile makes",
+            why,
+            "set TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR to folders of your own",
+        ) from None
+    environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def data_cache(environ: Mapping[str, str]) -> Path:
+    """The folder of downloaded data, which may begin with ~: $STORMO_DATA, or stormo's in the user's cache."""
+    if environ.get("STORMO_DATA"):
+        return Path(environ["STORMO_DATA"])
+    cache = environ.get("XDG_CACHE_HOME")
+    return Path(cache) / "stormo" if cache else Path("~/.cache/stormo")
+
+
+MASK = "***"
+# Long words count anywhere, short ones as whole words; a key is a secret only where its name says of what.
+_SECRET = re.compile(
+    r"secret|passw(?:or)?d|passphrase|credential"
+    r"|(?<!num )(?<!max )(?<!min )(?<!new )token(?!i[sz]|s per\b)"
+    r"|\b(?:pw|pwd|pat|auth|jwt)\b|(?<!per )\bpass\b"
+    r"|^key$|(?:api|access|private|ssh|auth|account|encryption|signing|deploy|license|hub|hf|wandb|openai|aws) ?keys?\b"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an option or a variable of this name holds a secret: --hub-token, HFToken, PGPASSWORD, db_pw."""
+    spaced = re.sub(r"([a-z0-9])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2 ", name.rpartition(".")[2])
+    return _SECRET.search(" ".join(re.findall(r"[a-z0-9]+", spaced.lower()))) is not None
+
+
+def masked(name: str, value: object) -> object:
+    """The value of an option, or the mask where it is a text and the name speaks of a secret."""
+    return MASK if isinstance(value, str) and value and is_secret_name(name) else value

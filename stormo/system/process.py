@@ -1,6 +1,6 @@
-"""This process and others of this machine: when the command was typed, what the kernel shows of a process, who ends it.
+"""This process and others of this machine: when the command was typed, what the kernel shows of a process.
 
-The start of the command is the zero of every wall time.
+Every wall time counts from the start of the command.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -53,13 +54,13 @@ def start_ticks(pid: int) -> int | None:
 
 
 def process_state(pid: int) -> str:
-    """What a process is doing, in words."""
+    """What a process is doing, for a message."""
     fields = process_stat(pid)
     return _STATES.get(fields[0], f"its state is {fields[0]}") if fields else "its state is unknown"
 
 
 def fatal_signal(pid: int) -> int | None:
-    """The signal that ended a process that is about to be seen as ended; None where none did, or it was reaped."""
+    """The signal that ended a process, which may not be a zombie yet; None where none did, or it was reaped."""
     deadline = time.monotonic() + _ENDS_WITHIN_S
     while (fields := process_stat(pid)) and fields[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -67,27 +68,37 @@ def fatal_signal(pid: int) -> int | None:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
 
 
-def process_space() -> str:
-    """Names the set of processes that can be seen from here: those of a host, or of one container on it."""
+def pid_namespace() -> str:
+    """Identifies the processes that can be seen from here: those of a host, or of one container on it."""
     try:
         return f"{os.uname().nodename} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return os.uname().nodename
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process the moment its parent is gone, however that came about."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent is gone."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
-def own_command(verb: str) -> list[str]:
-    """What starts a verb of this very stormo in another process; -P: without the current folder on its path."""
+def allow_open_files(needed: int) -> int | None:
+    """Raise the limit of open files as far as this process needs; the hard limit where that is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return hard if limit < needed else None
+
+
+def stormo_command(verb: str) -> list[str]:
+    """The command for a verb of this stormo in another process; -P leaves the current folder off its path."""
     return [sys.executable, "-P", "-m", "stormo", verb]
 
 
-class SetUp:
-    """The parts of a start, in seconds, one after the other."""
+class SetupTimer:
+    """The seconds of each part of a start, one after the other."""
 
     def __init__(self) -> None:
         self.began_unix_s = process_start_unix_s()

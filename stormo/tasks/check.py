@@ -6,12 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
-import traceback
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 from stormo.config import options
 from stormo.errors import SettingError
@@ -38,7 +34,7 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
 
 
 def check_task(task_class: type[Task]) -> None:
-    """Raise a sentence for the first mistake in the methods and values of the class."""
+    """Raise an error for the first mistake in the methods and values of the class."""
     _check_required(task_class)
     for method in _CALLED_WITH:
         if getattr(task_class, method, None) is not getattr(Task, method, None):
@@ -59,7 +55,7 @@ def check_task(task_class: type[Task]) -> None:
 
 
 def check_init(task: Task) -> None:
-    """Raise a sentence where a task's own `__init__` does not call that of `Task`."""
+    """Raise an error where the `__init__` of a task does not call that of `Task`."""
     if not hasattr(task, "options") or not hasattr(task, "_datasets"):
         raise SettingError(
             f"{type(task).__name__}.__init__() was written",
@@ -68,48 +64,14 @@ def check_init(task: Task) -> None:
         )
 
 
-def looks_like_task(candidate: type[Any]) -> bool:
-    """Whether a class that is no task has the methods of one."""
-    return sum(method in vars(candidate) for method in REQUIRED) >= 2
-
-
-def add_method_note(error: BaseException, task: Task) -> None:
-    """Add to a user's own error which method of the task raised it."""
-    codes = {
-        code: method
-        for method in _CALLED_WITH
-        if getattr(type(task), method, None) is not getattr(Task, method, None)
-        and (code := getattr(inspect.unwrap(getattr(type(task), method)), "__code__", None)) is not None
-    }
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        method = codes.get(frame.f_code)
-        if method is not None:
-            file = Path(frame.f_code.co_filename).name
-            error.add_note(f"stormo: it was raised in {type(task).__name__}.{method}(), {file}, line {line}.")
-            return
-
-
 def _check_required(task_class: type[Task]) -> None:
     missing = [method for method in REQUIRED if getattr(task_class, method) is getattr(Task, method)]
     if missing:
-        similar = _similar(task_class, missing)
         raise SettingError(
             f"class {task_class.__name__} was named as the task",
             f"it has no {' and no '.join(f'{method}()' for method in missing)}",
-            f"write {' and '.join(_definition(method) + similar.get(method, '') for method in missing)}",
+            f"write {' and '.join(_definition(method) for method in missing)}",
         )
-
-
-def _similar(task_class: type[Task], missing: Sequence[str]) -> dict[str, str]:
-    """For each missing method, a remark on one whose name looks like it."""
-    found: dict[str, str] = {}
-    for cls in task_class.__mro__[: task_class.__mro__.index(Task)]:
-        for name, value in vars(cls).items():
-            if callable(value) and name not in _CALLED_WITH and not name.startswith("__"):
-                inside = [method for method in missing if method in name]
-                for method in difflib.get_close_matches(name, missing, n=1) or inside[:1]:
-                    found.setdefault(method, f" ({name}() looks like it: rename it)")
-    return found
 
 
 def _definition(method: str) -> str:
@@ -137,7 +99,7 @@ def _check_method(task_class: type[Task], method: str) -> None:
 
 
 def check_options(task_class: type[Task]) -> None:
-    """Raise a sentence where the options of a task cannot become flags, or its defaults are no settings."""
+    """Raise an error where the options of a task cannot become flags, or its defaults are no settings."""
     name, declared = f"{task_class.__name__}.Options", task_class.Options
     if not isinstance(task_class.defaults, Mapping):
         raise SettingError(

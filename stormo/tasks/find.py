@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 from stormo.errors import SettingError, StormoError, unknown_name
-from stormo.tasks.check import looks_like_task
 from stormo.tasks.task import Task
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -67,49 +66,22 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def refuse_task(path: Path) -> None:
-    """Refuse a file that only defines a task where a script is wanted: run as one, it would do nothing."""
-    body, names = _read_names(path)
-    if "Task" in names and "World" not in names and all(_only_defines(one) for one in body):
-        raise SettingError(
-            f"stormo run {path} was typed",
-            "it holds a stormo.Task and nothing that runs by itself",
-            f"train it by stormo train {path}",
-        )
-
-
-def _only_defines(statement: ast.stmt) -> bool:
-    """Whether it imports, defines, or names a value without a call."""
-    if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
-        return True
-    is_plain = isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign)
-    return is_plain and not any(isinstance(node, ast.Call) for node in ast.walk(statement))
-
-
 def _refuse_script(path: Path) -> None:
-    """Refuse a script with a loop of its own before an import would run it."""
-    _, names = _read_names(path)
-    if "World" in names and "Task" not in names:
+    """Refuse a script with its own training loop before an import would run it."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):
+        return  # raised when it is imported
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    names |= {(node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    if {"stormo", "World"} <= names and "Task" not in names:
         raise SettingError(
             f"the task {path} was named",
             "it is a script that uses stormo.World and holds no stormo.Task",
             f"run it by stormo run {path}",
         )
-
-
-def _read_names(path: Path) -> tuple[list[ast.stmt], set[str]]:
-    """The statements of a file that imports stormo, and the names they use."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return [], set()  # raised when it is imported or run
-    nodes = list(ast.walk(tree))
-    imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    if "stormo" not in {name.partition(".")[0] for name in imported}:
-        return [], set()
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return tree.body, names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def check_file_name(path: Path) -> None:
@@ -124,8 +96,8 @@ def _import_failure(error: Exception | SystemExit, name: str) -> StormoError:
     """What went wrong in a user's module, followed by the user's own lines of the traceback."""
     if isinstance(error, StormoError):
         return error
-    told = traceback.TracebackException.from_exception(error)
-    own = [frame for frame in told.stack if not frame.filename.startswith(("<frozen importlib", _PACKAGE))]
+    trimmed = traceback.TracebackException.from_exception(error)
+    own = [frame for frame in trimmed.stack if not frame.filename.startswith(("<frozen importlib", _PACKAGE))]
     said, last = f"the task {name} was named", own[-1] if own else None
     if isinstance(error, SystemExit):
         last = next((frame for frame in reversed(own) if not frame.filename.startswith(_INSTALLED)), last)
@@ -134,19 +106,19 @@ def _import_failure(error: Exception | SystemExit, name: str) -> StormoError:
             f"{_location(last)} ends the process when it is imported",
             'put what only a script does under if __name__ == "__main__":',
         )
-    told.stack = traceback.StackSummary.from_list(own)
-    told.__cause__, told.__context__ = None, None
-    place, text = _location(last), next(iter(str(error).splitlines()), "")
+    trimmed.stack = traceback.StackSummary.from_list(own)
+    trimmed.__cause__, trimmed.__context__ = None, None
+    where, text = _location(last), next(iter(str(error).splitlines()), "")
     if isinstance(error, SyntaxError) and error.filename:
-        place, text = f"line {error.lineno} of {Path(error.filename).name}", error.msg
+        where, text = f"line {error.lineno} of {Path(error.filename).name}", error.msg
     failed = SettingError(
         said,
-        f"{place} raised {type(error).__name__}{f': {text}' if text else ''}",
+        f"{where} raised {type(error).__name__}{f': {text}' if text else ''}",
         "install that package, or set PYTHONPATH to its folder"
         if isinstance(error, ModuleNotFoundError)
         else "fix that line",
     )
-    failed.args = (f"{failed}\n{''.join(told.format()).rstrip()}",)
+    failed.args = (f"{failed}\n{''.join(trimmed.format()).rstrip()}",)
     return failed
 
 
@@ -182,25 +154,14 @@ def _class_in(module: ModuleType, wanted: str, name: str) -> type[Task]:
         if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
     }
     if not tasks:
-        raise _no_task(module, name)
+        raise SettingError(
+            f"the task {name} was named",
+            "it defines no subclass of stormo.Task",
+            "write class MyTask(stormo.Task) in it; stormo new FILE.py writes an example",
+        )
     if wanted and wanted not in tasks:
         raise unknown_name(f"task class of {module.__name__}", wanted, tasks)
     if not wanted and len(tasks) > 1:
         found = f"it defines {len(tasks)} task classes ({', '.join(sorted(tasks))})"
         raise SettingError(f"the task {name} was named", found, f"name one as {name}:Class, a subclass of stormo.Task")
     return tasks[wanted or next(iter(tasks))]
-
-
-def _no_task(module: ModuleType, name: str) -> SettingError:
-    for key, value in vars(module).items():
-        if isinstance(value, type) and value.__module__ == module.__name__ and looks_like_task(value):
-            return SettingError(
-                f"the task {name} was named",
-                f"its class {key} has the methods of a task and is no subclass of stormo.Task",
-                f"write class {key}(stormo.Task)",
-            )
-    return SettingError(
-        f"the task {name} was named",
-        "it defines no subclass of stormo.Task",
-        "write class MyTask(stormo.Task) in it; stormo new FILE.py writes an example",
-    )

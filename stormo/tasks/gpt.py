@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stormo.tasks.gpt_sizes import Size
+from stormo.tasks.language_model import Size
 
 
 class Attention(nn.Module):
@@ -65,7 +65,7 @@ class Gpt(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(size.width, size.num_heads, dropout) for _ in range(size.num_layers))
         self.norm = nn.LayerNorm(size.width)
-        # Not tied to the embedding: with so few tokens a table of its own costs next to nothing, and the first and
+        # Not tied to the embedding: with so few tokens a second table costs next to nothing, and the first and
         # the last layer can live on different devices.
         self.head = nn.Linear(size.width, vocabulary, bias=False)
         self._initialise(size.num_layers)

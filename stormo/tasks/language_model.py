@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from stormo.config.plan import Facts
 from stormo.config.schema import option
-from stormo.errors import SettingError, counted, unknown_name
-from stormo.tasks.gpt_sizes import SIZES
+from stormo.errors import SettingError, pluralize, unknown_name
 from stormo.tasks.python_source import Corpus, read_corpus
 from stormo.tasks.task import Task
 
@@ -22,6 +21,47 @@ if TYPE_CHECKING:
     from stormo.data.tensors import TensorData
 
 VOCABULARY = 256  # every byte is a token
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One preset."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    block: int  # tokens that the model sees at once
+    train_bytes: int | None = None  # of the corpus, unless set; None is all
+
+    def num_parameters(self, *, block: int, vocabulary: int) -> int:
+        """All weights: blocks with their two norms, the two embeddings, the last norm and the head."""
+        width = self.width
+        return self.num_layers * (12 * width**2 + 4 * width) + (2 * vocabulary + block + 2) * width
+
+    def training_flops(self, *, block: int, vocabulary: int) -> float:
+        """Operations of forward and backward for one window of `block` tokens.
+
+        By the convention of Chowdhery et al. (arXiv 2204.02311, appendix B): 6 for each weight of a matrix product and
+        token, 12 × layers × width × block for attention, which is counted in full although the causal half of it is
+        skipped; embeddings are read, not multiplied, and recomputation is not counted.
+        """
+        matrix_weights = 12 * self.num_layers * self.width**2 + vocabulary * self.width
+        return float((6 * matrix_weights + 12 * self.num_layers * self.width * block) * block)
+
+
+# Heads of 128 from 125m on: the kernels of attention are at their best there, and 8, 16 or 32 heads divide by any usual
+# number of devices.
+SIZES: dict[str, Size] = {
+    "tiny": Size(5, 128, 4, 128, train_bytes=2**18),
+    "small": Size(6, 384, 6, 256),
+    "medium": Size(12, 512, 8, 512),
+    "125m": Size(10, 1024, 8, 1024),
+    "350m": Size(28, 1024, 8, 1024),
+    "1b": Size(20, 2048, 16, 2048),
+    "2.7b": Size(34, 2560, 20, 2048),
+    "6.7b": Size(32, 4096, 32, 2048),
+    "13b": Size(40, 5120, 40, 2048),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +120,7 @@ class LanguageModel(Task):
             has_accuracy=False,
             has_convolutions=False,
             has_batch_norms=False,
-            data=f"{num_train * self.block} bytes of the {counted(corpus.num_files, 'file')} of {corpus.origin}",
+            data=f"{num_train * self.block} bytes of the {pluralize(corpus.num_files, 'file')} of {corpus.origin}",
             data_sha256=corpus.sha256,
         )
 
@@ -149,7 +189,7 @@ class LanguageModel(Task):
             if num_bytes <= self.block:
                 raise SettingError(
                     f"windows of {self.block} + 1 bytes were asked for",
-                    f"the {name} part has {counted(num_bytes, 'byte')}",
+                    f"the {name} part has {pluralize(num_bytes, 'byte')}",
                     f"set a smaller --task.block, or a larger --task.{name}-bytes or --task.data-folder",
                 )
             counts.append((num_bytes - 1) // self.block)

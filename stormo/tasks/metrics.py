@@ -169,11 +169,12 @@ def _all_states(name: str, metric: Any, world: World) -> Iterator[None]:
 
 def _gather(part: Any, world: World, *_: Any, **__: Any) -> None:
     """Set each state to the reduction of all ranks' states."""
-    names = list(part._reductions)
+    reductions: dict[str, Any] = part._reductions
+    is_list = {name: isinstance(default, list) for name, default in part._defaults.items()}
     own: dict[str, Tensor] = {}
-    for index, name in enumerate(names):
+    for index, name in enumerate(reductions):
         state = getattr(part, name)
-        if isinstance(part._defaults[name], list):
+        if is_list[name]:
             entries = [state] if isinstance(state, Tensor) else state
             own |= {f"{index}/{number}": entry for number, entry in enumerate(entries)}
         else:
@@ -188,15 +189,14 @@ def _gather(part: Any, world: World, *_: Any, **__: Any) -> None:
             for key, tensor in safetensors.torch.load(theirs).items()
         }
     shared = {key: tensor.to(world.device) for key, tensor in world.broadcast_tensors(every).items()}
-    for index, name in enumerate(names):
+    for index, (name, reduction) in enumerate(reductions.items()):
         value: Any
-        if isinstance(part._defaults[name], list):
+        if is_list[name]:
             value = [tensor for rank in world.samplers for tensor in _entries(shared, f"{rank}/{index}")]
         else:
             # A state may take its shape with the first batch; one without a batch is broadcast to it.
             states = [shared[f"{rank}/{index}"] for rank in world.samplers]
             value = torch.stack(torch.broadcast_tensors(*states))
-        reduction = part._reductions[name]
         setattr(part, name, value if reduction is None else reduction(value))
 
 

@@ -13,7 +13,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 
 _ONE_IN = 20  # files of which one is for validation
 # What is not the same on every machine with this release of Python: packages that were installed, tests and graphical
@@ -64,14 +64,15 @@ def read_corpus(folder: Path | None = None) -> Corpus:
     if folder is None and not (train and validation):
         raise SettingError(
             "the sources of Python's standard library are trained on",
-            f"there are none in {root} (*.py, {counted(len(names), 'file')} found): this Python was installed without "
+            f"there are none in {root} (*.py, {pluralize(len(names), 'file')} found): this Python was installed "
+            "without "
             "them",
             "set --task.data-folder to any folder of *.py or *.txt files",
         )
     if not (train and validation):
         raise SettingError(
             f"--task.data-folder {root} was set",
-            f"its *.py and *.txt files ({len(names)}) make {counted(len(train), 'byte')} for training and "
+            f"its *.py and *.txt files ({len(names)}) make {pluralize(len(train), 'byte')} for training and "
             f"{len(validation)} for validation (a digest of its path sends about one file in {_ONE_IN} there)",
             "set a folder with more files, or cut the large ones into smaller ones",
         )

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from stormo.data.reading import is_stream
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 
 Count = Tensor | float  # of the items that a loss or a metric is a mean of
 
@@ -38,7 +38,7 @@ def check_model(owner: object, model: Any, *, may_be_meta: bool = False) -> nn.M
     elif not any(parameter.requires_grad for parameter in parameters):
         why = "none requires a gradient, so there is nothing to train"
         instead = "call requires_grad_(True) on those that are to be trained"
-        found = f"a model of {counted(len(parameters), 'parameter')}", why, instead
+        found = f"a model of {pluralize(len(parameters), 'parameter')}", why, instead
     else:
         return model
     what, why, instead = found
@@ -54,9 +54,9 @@ def check_data(owner: object, method: str, data: Any) -> Any:
         found = "a DataLoader", why, "return the data set itself"
     elif isinstance(data, Iterator):
         instead = "return an object whose __iter__ starts from the beginning, or a list"
-        found = f"{_kind(data)}, which can be read once", "every epoch reads it anew", instead
+        found = f"{_kind(data)}, which can be read once", "every epoch reads it again", instead
     elif isinstance(data, Mapping) or _is_columns(data):
-        what, why = f"{_kind(data)} of {counted(len(data), 'part')}", "a data set gives one sample for each index"
+        what, why = f"{_kind(data)} of {pluralize(len(data), 'part')}", "a data set gives one sample for each index"
         found = what, why, "return stormo.data.TensorData(x, y) of tensors whose rows are the samples"
     elif is_stream(data):
         return data
@@ -90,7 +90,7 @@ def read_loss(owner: Any, returned: Any) -> tuple[Tensor, Count | None]:
     said = f"{type(owner).__name__}.loss() returned (loss, count)"
     if owner.loss_reduction == "sum":
         raise SettingError(
-            f"{said} where loss_reduction is 'sum'", "a sum is not weighed by a count", "leave out one of the two"
+            f"{said} where loss_reduction is 'sum'", "a sum is not weighted by a count", "leave out one of the two"
         )
     loss = check_loss(owner, returned[0])
     return loss, read_count(said, returned[1], loss.device)

@@ -147,14 +147,15 @@ class Task:
         number of any characters. What is not named stays whole on every worker.
 
         - "column" (nn.Linear): each worker has some of the outputs, which stay cut until a "row" takes them. What lies
-          between the two must treat every output, or every head, by itself and have no weights of its own.
+          between the two must treat every output, or every head, separately and have no weights.
         - "row" (nn.Linear): each worker has some of the inputs; the outputs are whole.
         - "column-gathered", "row-from-whole" (nn.Linear): the same cuts with whole inputs and outputs.
         - "vocabulary" (nn.Embedding): each worker has some rows of the table.
 
-        Every worker gets one stretch of the outputs. Where the module around a layer has `num_heads`, or where the plan
-        says "column:12", it is made of whole heads; the outputs must be ordered by head then (not all queries first,
-        then all keys), and the code between must take the number of heads from the shape, as `view(n, t, -1, width)`.
+        Every worker gets one contiguous part of the outputs. Where the module around a layer has `num_heads`, or where
+        the plan says "column:12", it is made of whole heads; the outputs must be ordered by head then (not all queries
+        first, then all keys), and the code between must take the number of heads from the shape, as
+        `view(n, t, -1, width)`.
         """
         return None
 

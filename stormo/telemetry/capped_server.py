@@ -1,4 +1,4 @@
-"""A small HTTP server that nobody can block: few connections, short requests, and a time limit for each."""
+"""A small HTTP server that no client can block: few connections, short requests, and a time limit for each."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import stormo
-from stormo.system.masking import MASK, is_secret_name
+from stormo.system.files import MASK, is_secret_name
 
 _GIT_TIMEOUT_S = 5.0
 _RECORDED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
@@ -120,7 +120,7 @@ def scheduler_job(environ: Mapping[str, str]) -> dict[str, Any] | None:
     }
 
 
-def job_words(job: Mapping[str, Any] | None) -> str:
+def job_text(job: Mapping[str, Any] | None) -> str:
     """`Slurm job 12, restart 1, on n[1-2]`; empty for none."""
     if not job:
         return ""

@@ -25,7 +25,7 @@ from stormo.system.files import (
     whole_lines_bytes,
     write_all,
 )
-from stormo.telemetry.folder import SUMMARY, RunFolder, naming, to_json, write_json
+from stormo.telemetry.folder import SUMMARY, RunFolder, name_in_errors, to_json, write_json
 from stormo.telemetry.record import (
     CheckpointSaved,
     DivergenceNoticed,
@@ -90,7 +90,7 @@ class EventFile:
             self._folder.summary.unlink(missing_ok=True)
         event = {"event": _event_name(type(record)), "time_unix_s": self._clock(), **flatten(record)}
         line = json.dumps(to_json(event), allow_nan=False).encode() + b"\n"
-        with naming(self._folder.events):
+        with name_in_errors(self._folder.events):
             # A line handed to the kernel survives a kill of this process. No fsync per line: on a busy parallel file
             # system it can take seconds, and every worker would wait.
             write_all(self._file, line)

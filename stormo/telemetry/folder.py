@@ -35,7 +35,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_in_errors(path: Path) -> Iterator[None]:
     """Name this path in errors of the operating system, which name none for an open file."""
     try:
         yield
@@ -48,7 +48,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the old or the new content, even after a power cut."""
     temporary = temporary_name(path)
     try:
-        with naming(path), create(temporary) as file:
+        with name_in_errors(path), create(temporary) as file:
             write_all(file, text.encode())
             os.fsync(file.fileno())  # before the rename, or the new name could be an empty file
         temporary.replace(path)
@@ -86,7 +86,7 @@ def _keys(kind: Any, names: str) -> dict[str, Any]:
 
 
 _FIGURES = Mapping[str, float | None]
-# The types of the files' keys; a figure that was not measured is null.
+# The types of the files' keys, which are stored names; a figure that was not measured is null.
 _SUMMARY: Mapping[str, Any] = {
     **_keys(str, "run_name task strategy mesh device precision stopped_by unit mfu_reason currency weights_sha256"),
     **_keys(str, "sample_order_sha256 noise_scale_reason noise_scale_advice"),
@@ -114,56 +114,34 @@ _MACHINE: Mapping[str, Any] = {
 SUMMARY, ENVIRONMENT = Fields(_SUMMARY), Fields(_MACHINE)
 
 
+class _Inside:
+    """A file or folder of a run, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, _: type) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The files of one run."""
 
     path: Path
+    config = _Inside("config.toml")  # the resolved configuration
+    environment = _Inside("environment.json")  # machine, software versions and command line
+    events = _Inside("events.jsonl")  # every record, one JSON object a line
+    summary = _Inside("summary.json")  # the result; missing while the run is running and after it was killed
+    lock = _Inside(".lock")  # locked by the training process
+    checkpoints = _Inside("checkpoints")
+    nodes = _Inside("nodes")  # one file a node: its energy and its samples
+    tensorboard = _Inside("tensorboard")
 
     @property
     def name(self) -> str:
         """The name of the run and of its folder."""
         return self.path.resolve().name
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.toml"
-
-    @property
-    def environment(self) -> Path:
-        """Machine, software versions and command line."""
-        return self.path / "environment.json"
-
-    @property
-    def events(self) -> Path:
-        """Every record of the run, one JSON object per line."""
-        return self.path / "events.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The result; missing while the run is running and after it was killed."""
-        return self.path / "summary.json"
-
-    @property
-    def lock(self) -> Path:
-        """The file that the training process locks."""
-        return self.path / ".lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def nodes(self) -> Path:
-        """The folder with one file per node: its energy and its samples."""
-        return self.path / "nodes"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of the TensorBoard event files."""
-        return self.path / "tensorboard"
 
     @property
     def is_run(self) -> bool:
@@ -192,7 +170,7 @@ def read_environment(folder: RunFolder) -> dict[str, Any] | None:
     return _read(folder.environment, ENVIRONMENT)
 
 
-def is_held(folder: RunFolder) -> bool | None:
+def is_locked(folder: RunFolder) -> bool | None:
     """Whether a process is training the run; None where another host would have to know."""
     if (read_environment(folder) or {}).get("host") != socket.gethostname():
         return None
@@ -209,9 +187,9 @@ def is_held(folder: RunFolder) -> bool | None:
 def is_running(folder: RunFolder, silent_s: float) -> tuple[bool, bool]:
     """Whether a run without a summary is running, and whether that is certain.
 
-    On this host the lock tells. A run of another host counts as dead after a long silence.
+    On this host its lock decides. A run of another host counts as dead after a long silence.
     """
-    held = is_held(folder)
+    held = is_locked(folder)
     return (silent_s < _SILENT_AFTER_S, False) if held is None else (held, True)
 
 

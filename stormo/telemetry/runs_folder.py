@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import SettingError, StormoError, suggestion, unknown_name
-from stormo.system.files import BadFileError, private_folder, read_lines, read_object, read_toml
-from stormo.system.masking import masked
+from stormo.system.files import BadFileError, masked, private_folder, read_lines, read_object, read_toml
 from stormo.telemetry.events import current_events, parse_event, read_events, speed_of
 from stormo.telemetry.folder import RunFolder, is_running, read_summary, write_json
 

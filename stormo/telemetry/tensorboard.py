@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from stormo.system.files import make_folder, open_to_append
-from stormo.telemetry.folder import naming
+from stormo.telemetry.folder import name_in_errors
 from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
 
 _CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
@@ -90,7 +90,7 @@ class TensorBoardFile:
     def _write_event(self, step: int, content: bytes, *, time_unix_s: float) -> None:
         assert self._file is not None, "a record came before RunStarted or after RunEnded"
         event = _field(1, _FIXED64, struct.pack("<d", time_unix_s)) + _field(2, _VARINT, _varint(step)) + content
-        with naming(self._folder):
+        with name_in_errors(self._folder):
             self._file.write(frame(event))  # unbuffered, as TensorBoard follows a running run
 
 

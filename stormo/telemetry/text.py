@@ -26,8 +26,8 @@ _PLAIN_SIGNS = str.maketrans(
 
 def run_reference(run_name: str, run_folder: str) -> str:
     """The run on a command line: its name if it is in `runs/`, else its path."""
-    is_default_place = Path(run_folder).resolve() == Path("runs", run_name).resolve()
-    return shlex.quote(run_name if is_default_place else run_folder)
+    is_default_folder = Path(run_folder).resolve() == Path("runs", run_name).resolve()
+    return shlex.quote(run_name if is_default_folder else run_folder)
 
 
 def format_duration(seconds: float) -> str:
@@ -80,7 +80,7 @@ def _encodable(text: str, stream: TextIO) -> str:
 
 
 def write_text(text: str, stream: TextIO, *, is_coloured: bool = False) -> bool:
-    """Write and flush; False once nobody reads any more (`| head`), after which the stream leads nowhere.
+    """Write and flush; False once the reader has gone (`| head`), after which the stream leads nowhere.
 
     `is_coloured` keeps control characters, and is only for text without foreign parts.
     """
@@ -156,7 +156,7 @@ def steady_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
             return False
 
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")  # rich would end the program
+            raise BrokenPipeError(errno.EPIPE, "the reader has gone")  # rich would end the program
 
     columns = environ.get("COLUMNS", "")
     return SteadyConsole(

@@ -1,12 +1,15 @@
 """Measures training time, waiting, memory and energy, once the device has finished its work.
 
-The time of a run is that of its slowest rank; every epoch reports those of each rank.
+The time of a run is that of its slowest rank; every epoch reports those of each rank. One rank of each node records the
+devices of all ranks on it.
 """
 
 from __future__ import annotations
 
 import resource
+import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +17,14 @@ import torch
 
 from stormo.data.loaders import Loader
 from stormo.distributed.world import World
-from stormo.energy.meter import MAX_ERROR
-from stormo.energy.node_recorder import Mark
+from stormo.energy.meter import MAX_ERROR, own_meter
+from stormo.energy.node_metrics import NodeMetrics
+from stormo.energy.node_recorder import Mark, NodeRecorder, NoNodeRecorder, steady_unix_s
+from stormo.energy.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.parallel.base import Strategy
-from stormo.training.measuring import AnyNodeRecorder
-from stormo.training.progress import Progress
+from stormo.training.state import Progress
 
+AnyNodeRecorder = NodeRecorder | NoNodeRecorder
 _UNKNOWN = -1.0  # in a row of figures, where no figure is negative
 
 
@@ -33,7 +38,7 @@ class EpochFigures:
 
 
 class GpuPeak:
-    """The most GPU memory of this process, with that of a captured CUDA graph; made after the capture.
+    """The peak GPU memory of this process, including a captured CUDA graph; made after the capture.
 
     While a graph is replayed, the allocator counts only what was allocated when its capture ended. The rest of the
     graph's pool counts as idle, but is in use.
@@ -70,13 +75,13 @@ class TrainingClock:
     """Runs while the model trains; stands still for validation and checkpoints."""
 
     def __init__(
-        self, world: World, loader: Loader, progress: Progress, strategy: Strategy, keeper: AnyNodeRecorder
+        self, world: World, loader: Loader, progress: Progress, strategy: Strategy, node_recorder: AnyNodeRecorder
     ) -> None:
         self._world = world
         self._loader = loader
         self._progress = progress
         self._strategy = strategy
-        self._keeper = keeper
+        self._node_recorder = node_recorder
         self._input_s = 0.0  # that this rank waited for its loader, up to the last pause
         self._own = [0.0, 0.0]  # of this rank since the last epoch: training time, input wait
         self._exposed_mark_s = strategy.exposed_s or 0.0
@@ -91,16 +96,16 @@ class TrainingClock:
         self._synchronize()
         self._started_s = time.perf_counter()
         self._loader.wait_s = 0.0
-        self._keeper.enter("training", self._progress.step, self.waiting_s())
+        self._node_recorder.enter("training", self._progress.step, self.waiting_s())
         if self._energy_mark is None:
-            self._energy_mark = self._keeper.mark()
+            self._energy_mark = self._node_recorder.mark()
 
     def pause(self) -> None:
         """Add the time since `start`, of the slowest rank, to the progress. All ranks call it."""
         self._synchronize()
         assert self._started_s is not None
         own_s, own_wait_s = time.perf_counter() - self._started_s, self._loader.wait_s
-        self._keeper.enter("idle", self._progress.step, self.waiting_s())
+        self._node_recorder.enter("idle", self._progress.step, self.waiting_s())
         self._own = [self._own[0] + own_s, self._own[1] + own_wait_s]
         self._input_s += own_wait_s
         self._loader.wait_s = 0.0
@@ -116,22 +121,22 @@ class TrainingClock:
 
     def step_done(self) -> None:
         """Tell the node's recorder how far the run is."""
-        self._keeper.advance(self._progress.step, self.waiting_s())
+        self._node_recorder.advance(self._progress.step, self.waiting_s())
 
     def end_of_epoch(self) -> EpochFigures:
         """What every rank did since the epoch before, and what all nodes drew. All ranks call it.
 
         An epoch too short for the energy counters is counted with those after it.
         """
-        exposed_s, place = self._strategy.exposed_s, self._world.place
+        exposed_s, rank_info = self._strategy.exposed_s, self._world.rank_info
         exposed = _UNKNOWN if exposed_s is None else exposed_s - self._exposed_mark_s
-        mark = self._keeper.mark()
-        window = self._keeper.between(self._energy_mark, mark)
-        energy = [0.0, 0.0] if place.local_rank else [_UNKNOWN, 0.0]
+        mark = self._node_recorder.mark()
+        window = self._node_recorder.between(self._energy_mark, mark)
+        energy = [0.0, 0.0] if rank_info.local_rank else [_UNKNOWN, 0.0]
         if window is not None:
             energy = [window.measured_j, window.error_j]
         rows = torch.zeros(self._world.size, 6, dtype=torch.float64)
-        rows[self._world.rank] = torch.tensor([*self._own, exposed, place.node_id, *energy], dtype=torch.float64)
+        rows[self._world.rank] = torch.tensor([*self._own, exposed, rank_info.node_id, *energy], dtype=torch.float64)
         self._own, self._exposed_mark_s = [0.0, 0.0], exposed_s or 0.0
         found = self._world.sum(rows).tolist()
         by_node_j, error_j = [row[4] for row in found], sum(row[5] for row in found)
@@ -176,7 +181,7 @@ class TrainingClock:
         return self._progress.wait_s / max(self._progress.train_time_s, 1e-9)
 
     def peak_memory_bytes(self) -> tuple[int, int | None]:
-        """The most memory of any rank: used (GPU, or process without one), and reserved on the GPU or None.
+        """The peak memory of all ranks: used (GPU, or process without one), and reserved on the GPU or None.
 
         All ranks call it.
         """
@@ -189,3 +194,56 @@ class TrainingClock:
     def _synchronize(self) -> None:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
+
+
+def open_node_recorder(world: World, *, devices_per_worker: int, is_on: bool) -> AnyNodeRecorder:
+    """A recorder in one rank of each node, and one that does nothing in the others. All ranks call it."""
+    if not is_on:
+        return NoNodeRecorder()
+    uuids, main_unix_s = gpus_by_node(world, devices_per_worker=devices_per_worker)
+    clock = shared_clock(world, main_unix_s)
+    rank_info = world.rank_info
+    if rank_info.local_rank:
+        return NoNodeRecorder()
+    own = uuids.get(str(rank_info.node_id), [])
+    meter, _ = own_meter(own, rank_info.node_id)
+    return NodeRecorder(
+        meter,
+        NodeMetrics(_devices(own)).sample,
+        rank_info.node_id,
+        socket.gethostname(),
+        num_nodes=len(uuids),
+        clock=clock,
+    )
+
+
+def shared_clock(world: World, main_unix_s: float) -> Callable[[], float]:
+    """The clock of rank 0, which has just sent its time: the files of all nodes are read as one."""
+    ahead_s = 0.0 if world.is_main else main_unix_s - steady_unix_s()
+    return lambda: steady_unix_s() + ahead_s
+
+
+def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, list[str]], float]:
+    """The GPUs of the job by node (a rank may see all, or only its own), and rank 0's time. All ranks call it."""
+    own = []
+    if world.device.type == "cuda":
+        indices = [world.device.index] if devices_per_worker == 1 else range(devices_per_worker)
+        own = [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
+    gathered = world.gather_objects([world.rank_info.node_id, own])
+    by_node: dict[str, list[str]] = {}
+    for node_id, uuids in gathered or []:
+        known = by_node.setdefault(str(node_id), [])
+        known += [uuid for uuid in uuids if uuid not in known]
+    found, main_unix_s = world.broadcast_object([by_node, steady_unix_s()])
+    return found, main_unix_s
+
+
+def _devices(uuids: Sequence[str]) -> list[Device]:
+    """Empty where NVML cannot be opened; the energy account says why."""
+    if not uuids:
+        return []
+    try:
+        nvml = open_nvml()
+    except NvmlUnavailableError:
+        return []
+    return [device for device in map(nvml.find, uuids) if device is not None]

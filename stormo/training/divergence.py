@@ -1,8 +1,8 @@
-"""Detects divergence: the trend of the loss, and the loss of every global batch read off the device without waiting.
+"""Detects divergence from the trend of the loss.
 
-The loss of a global batch is the same on every rank, so all ranks judge alike, at the same step. On a GPU a step's loss
-is copied to the host in the background and read a fixed number of steps later; the sum over ranks travels with the vote
-that a step casts anyway.
+The loss of a global batch is the same on every rank, so all ranks decide alike, at the same step. On a GPU a step's
+loss is copied to the host in the background and read a fixed number of steps later. The sum over ranks travels with the
+vote that every step casts.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stormo.config.plan import Plan
-from stormo.config.plan.stages import stage_of
+from stormo.config.plan.steps import stage_of
+from stormo.data.batches import tensors_in
+from stormo.data.loaders import Loader
 from stormo.distributed.world import World
 
-# Enough that the host never waits for a device that still has work; the host need not be further ahead.
+# Enough steps that the host never waits for a device that still has work.
 _LAG_STEPS = {"cuda": 4, "cpu": 1}
 NUM_FIRST_STEPS = 5  # make up the level at which the loss starts
 NUM_HIGH_STEPS = 20  # in a row far above the start: no ordinary spike lasts as long
@@ -38,12 +41,12 @@ _GRACE_EPOCHS = 2  # after warm-up, before a warning that the loss does not fall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diverged:
-    """Where a run has diverged, and by which sign."""
+    """Where a run has diverged, and how that shows."""
 
     kind: str  # loss, weights, validation, exploded or lost
     epoch: int
     step: int  # the first bad one, or the one at which it is certain
-    onset_step: int  # the first high loss that led to it; else `step` itself
+    onset_step: int  # the first step with a high loss that led to it; else `step` itself
     position: int  # of that step's batch in the epoch
     loss: float
     first_loss: float | None
@@ -60,6 +63,24 @@ def patience_steps(steps_per_epoch: int) -> int:
 def wait_steps(plan: Plan, epoch: int) -> int:
     """How long a checkpoint may wait for a stable loss: an epoch of the current batch size, within the patience."""
     return min(stage_of(plan.stages, epoch).steps_per_epoch, patience_steps(plan.steps_per_epoch))
+
+
+def find_bad_inputs(diverged: Diverged, loader: Loader, world: World, *, is_stream: bool) -> Diverged:
+    """Read the batch whose loss is not finite again, and check its inputs. All ranks call it."""
+    if diverged.kind != "loss" or is_stream:  # a stream would be read from its beginning
+        return diverged
+    is_bad = False
+    for batch in loader.epoch(diverged.epoch, diverged.position):
+        is_bad = is_bad or has_bad_inputs(batch.data)
+        if batch.span.is_last:
+            break
+    return replace(diverged, has_bad_inputs=bool(world.max(torch.tensor([float(is_bad)])).item()))
+
+
+def has_bad_inputs(data: Any) -> bool:
+    """Whether a batch holds values that are not finite."""
+    floats = [tensor for tensor in tensors_in(data) if tensor.is_floating_point()]
+    return not all(bool(tensor.isfinite().all()) for tensor in floats)
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,8 @@
-"""Checks that the loss of a batch follows from those of its parts, as several workers or micro-batches assume.
+"""Checks that the loss of a batch follows from the losses of its parts, as several workers or micro-batches assume.
 
-The loss of a first batch is compared with those of two parts of it. A mean over tokens, a sum, or a loss of the batch
+The loss of the first batch is compared with those of two parts of it. A mean over tokens, a sum, or a loss of the batch
 as a whole would silently train to another result on every number of workers. The same batch in another order, and one
-sample in batches of different sizes, show how far rounding goes.
+sample in batches of different sizes, show how large rounding is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,19 +22,19 @@ from torch import Tensor, nn
 
 from stormo.data.batches import batch_length, cut, rotated, tensors_in
 from stormo.data.loaders import Batch
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES
-from stormo.parallel.pipeline.trial import trial
+from stormo.parallel.meta_init import no_side_effects
 from stormo.tasks.metrics import held_metrics
 from stormo.tasks.task import Task
 
-# How far the rounding of a loss of each type may take it, as a share of it.
+# The relative rounding error of a loss, by dtype.
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
-_ROUNDING_OF_HALVES = 2e-2
-_MOST_SAMPLES = 32  # that are compared: many take time, and their parts are more alike
-_MOST_BYTES = 2**20  # of a tensor of the task that a loss may change
-_MUCH = 0.05  # a larger difference is not rounding
+_HALF_ROUNDING = 2e-2
+_MAX_SAMPLES = 32  # that are compared: more take time, and their parts are more alike
+_MAX_BYTES = 2**20  # of a tensor of the task that is restored
+_MAX_ROUNDING = 0.05  # a larger relative difference is not rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,52 +44,43 @@ class _Mismatch:
     is_sum: bool
     is_mean: bool
     is_counted: bool
-    losses: Sequence[float]  # of the whole and of both parts
+    losses: Sequence[float]  # of the batch and of both parts
     num_samples: Sequence[int]  # of both parts
 
 
-def check_loss_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> None:
-    """Refuse, on all ranks alike, a loss whose result would depend on their number. All ranks call it.
-
-    Args:
-        strategy: holds the task and the model.
-        batch: a micro-batch of this rank, as the task gets it.
-        num_passes: the most micro-batches of a rank in a step.
-    """
+def check_loss_parts(strategy: Strategy, batch: Batch | None, num_micro_batches: int) -> None:
+    """Refuse a loss whose result would depend on the number of ranks or micro-batches. All ranks call it."""
     task, plan = strategy.task, strategy._plan
-    is_own = strategy.local_updates or strategy.staleness > 0  # each rank's gradient makes a step of its own
-    num_parts = (1 if is_own else strategy.world.data.size) * num_passes * plan.micro_batches
+    steps_locally = strategy.local_updates or strategy.staleness > 0  # each rank's gradient makes its own step
+    num_parts = (1 if steps_locally else strategy.world.data.size) * num_micro_batches * plan.micro_batches
     if num_parts == 1:
         return
     if task.loss_reduction == "local":
         strategy.notices.append(
             f'{type(task).__name__}.loss_reduction is "local": a step is the mean of the losses of '
-            f"{counted(num_parts, 'part')}, and another number of workers or micro-batches gives another result."
+            f"{pluralize(num_parts, 'part')}, and another number of workers or micro-batches gives another result."
         )
         return
     parts = None if batch is None else _parts(batch)
-    can = torch.tensor([float(parts is not None)])
     # Ranks of a sharded model must call it equally often: all of them check, or none.
-    if strategy.is_sharded and strategy.world.max(1 - can).item():
+    if strategy.is_sharded and strategy.world.max(torch.tensor([float(parts is None)])).item():
         parts = None
     found = None if parts is None else _find(strategy, *parts)
-    told = strategy.world.gather_objects(
-        None if found is None else [getattr(found, name) for name in _Mismatch.__slots__]
-    )
-    first = strategy.world.broadcast_object(next((each for each in told or [] if each is not None), None))
+    gathered = strategy.world.gather_objects(None if found is None else asdict(found))
+    first = strategy.world.broadcast_object(next((each for each in gathered or [] if each is not None), None))
     if first is not None:
-        raise _refusal(task, _Mismatch(*first), num_parts)
+        raise _refusal(task, _Mismatch(**first), num_parts)
 
 
 def _parts(batch: Batch) -> tuple[Any, ...] | None:
     """Samples of a batch, the same in another order, and three splits in two parts; None if it cannot be split."""
     try:
         length = batch_length(batch.data)
-        if batch.is_ghost or length < 2 or length != batch.span.num_samples:
+        if batch.is_padding or length < 2 or length != batch.span.num_samples:
             return None
-        length = min(length, _MOST_SAMPLES)
+        length = min(length, _MAX_SAMPLES)
         data = cut(batch.data, 0, length)
-        # Several splits, as two parts may be alike by chance: as many words a sentence, or the same classes.
+        # Several splits, as two parts may be alike by chance.
         cuts = (max(1, length // 3), length // 2, 1)
         pairs = ((cut(data, 0, at), cut(data, at, length)) for at in cuts)
         return data, rotated(data, cuts[0]), *itertools.chain(*pairs)
@@ -110,15 +101,15 @@ class _Evaluation:
 
 def _find(strategy: Strategy, *batches: Any) -> _Mismatch | None:
     model, task = strategy.validated, strategy.task
-    with trial([strategy.module], strategy.world.device), _task_restored(task), _exact(strategy):
+    with no_side_effects([strategy.module], strategy.world.device), _task_restored(task), _exact(strategy):
         model.eval()
-        # All of them, also after one has failed: other ranks may wait in the model.
+        # All of them, even after one has failed: other ranks may wait in the model.
         evaluated = [_evaluate(strategy, model, data) for data in batches]
     whole, again, *parts = evaluated
     if whole is None or again is None:
         return None
     noise = abs(whole.loss - again.loss)
-    is_random = not noise <= _MUCH * max(abs(whole.loss), abs(again.loss))  # or no number
+    is_random = not noise <= _MAX_ROUNDING * max(abs(whole.loss), abs(again.loss))  # or not a number
     if is_random or (whole.count is not None and not whole.count):
         return None
     for first, second in zip(parts[::2], parts[1::2], strict=True):
@@ -138,7 +129,7 @@ def _compared(
     sizes = first.num_samples, second.num_samples
     by = sizes if whole.count is None else (first.count or 0.0, second.count or 0.0)
     off_mean, off_sum = abs(whole.loss - _mean(losses[1:], by)), abs(whole.loss - (first.loss + second.loss))
-    if drift > _MUCH or (off_sum if task.loss_reduction == "sum" else off_mean) <= slack:
+    if drift > _MAX_ROUNDING or (off_sum if task.loss_reduction == "sum" else off_mean) <= slack:
         return None
     return _Mismatch(
         # Beside a part whose loss is 0, such as a masked one, a mean looks like a sum.
@@ -151,7 +142,7 @@ def _compared(
 
 
 def _drift(whole: _Evaluation, first: _Evaluation, second: _Evaluation) -> float:
-    """By how much the model's output for a sample depends on the rest of its batch, where that can be told."""
+    """The relative change of a sample's output with the rest of its batch, where that is known."""
     if whole.rows is None or first.rows is None or second.rows is None:
         return 0.0
     size = max(float(row.abs().max()) for row in whole.rows)
@@ -168,7 +159,7 @@ def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 @contextmanager
 def _exact(strategy: Strategy) -> Iterator[None]:
-    """Compute in the weights' own precision, which shows more than 16 bits would, and without compiling."""
+    """Compute in the precision of the weights, and without compiling."""
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     formats = matmul.fp32_precision, conv.fp32_precision
     with warnings.catch_warnings(), ExitStack() as stack:
@@ -188,7 +179,8 @@ def _exact(strategy: Strategy) -> Iterator[None]:
 def _evaluate(strategy: Strategy, model: nn.Module, data: Any) -> _Evaluation | None:
     """The loss of a batch; None if it cannot be computed.
 
-    Ranks of a sharded model call it together or not at all; an error inside it ends the job, as other ranks wait there.
+    Ranks of a sharded model call it together or not at all. An error inside the model ends the job: other ranks wait
+    there.
     """
     outputs: list[Any] = []
     is_inside = is_over = False
@@ -215,7 +207,7 @@ def _evaluate(strategy: Strategy, model: nn.Module, data: Any) -> _Evaluation | 
             num_samples=batch_length(data),
             loss=float(loss),
             count=None if count is None else float(count),
-            rounding=_ROUNDING.get(loss.dtype, _ROUNDING_OF_HALVES),
+            rounding=_ROUNDING.get(loss.dtype, _HALF_ROUNDING),
             rows=_rows(outputs, batch_length(data)),
         )
     except Exception:
@@ -226,7 +218,7 @@ def _evaluate(strategy: Strategy, model: nn.Module, data: Any) -> _Evaluation | 
         for hook in hooks:
             hook.remove()
     if strategy.is_sharded and not is_over:
-        strategy.world.max(torch.ones(1))  # a rank that would call the model once more does not
+        strategy.world.max(torch.ones(1))  # keeps other ranks from calling the model once more
     return found
 
 
@@ -243,7 +235,7 @@ def _rows(outputs: list[Any], length: int) -> tuple[Tensor, Tensor] | None:
 
 @contextmanager
 def _task_restored(task: Task) -> Iterator[None]:
-    """Restore the task afterwards: numbers, containers, small tensors, metrics and buffers of its modules."""
+    """Restore the task afterwards: attributes, containers, small tensors, metrics and buffers of its modules."""
     attributes = {name: value for name, value in vars(task).items() if name != "_datasets"}
     contents = {name: _copied(value) for name, value in attributes.items()}
     metrics = [(metric, copy.deepcopy(metric.__dict__)) for metric in held_metrics(task)]
@@ -257,7 +249,7 @@ def _task_restored(task: Task) -> Iterator[None]:
         vars(task).update(attributes)
         for name, value in attributes.items():
             if contents[name] is not None:
-                _put_back(value, contents[name])
+                _restore(value, contents[name])
         for metric, state in metrics:
             metric.__dict__.update(state)
         for buffer, before in buffers:
@@ -267,11 +259,11 @@ def _task_restored(task: Task) -> Iterator[None]:
 def _copied(value: Any) -> Any:
     """A copy of a container or a small tensor; None for anything else."""
     if isinstance(value, Tensor):
-        return value.detach().clone() if value.nbytes <= _MOST_BYTES else None
+        return value.detach().clone() if value.nbytes <= _MAX_BYTES else None
     return copy.copy(value) if isinstance(value, list | dict | set | deque) else None
 
 
-def _put_back(value: Any, content: Any) -> None:
+def _restore(value: Any, content: Any) -> None:
     if isinstance(value, Tensor):
         with torch.no_grad():
             value.copy_(content)
@@ -289,29 +281,29 @@ def _refusal(task: Task, found: _Mismatch, num_parts: int) -> SettingError:
     name = type(task).__name__
     whole, a, b = (f"{loss:.6g}" for loss in found.losses)
     first, second = found.num_samples
-    said = f"{name}.loss() gave {whole} for {first + second} samples, and {a} and {b} for {first} and {second} of them"
-    cut_in = f"a step is cut into {counted(num_parts, 'part')}"
+    what = f"{name}.loss() gave {whole} for {first + second} samples, and {a} and {b} for {first} and {second} of them"
+    cut_in = f"a step is cut into {pluralize(num_parts, 'part')}"
     local = (
         f'set loss_reduction = "local" in {name} for a loss of the batch as a whole, whose result depends on the '
         "number of workers"
     )
     if task.loss_reduction == "sum" and found.is_mean:
-        return SettingError(said, "it is a mean, but loss_reduction is 'sum'", "leave loss_reduction out")
+        return SettingError(what, "it is a mean, but loss_reduction is 'sum'", "leave loss_reduction out")
     if task.loss_reduction == "sum":
         return SettingError(
-            said,
+            what,
             f"it is no sum over samples, and {cut_in}",
             f"return the sum over the samples alone, or leave loss_reduction out and return (loss, count), or {local}",
         )
     if found.is_sum and not found.is_counted:
         return SettingError(
-            said,
+            what,
             f"it is a sum, {cut_in}, and each counts as a mean",
             f'return a mean, or set loss_reduction = "sum" in {name}',
         )
     count = "its count is not that of the items it is a mean of" if found.is_counted else "it is no mean over samples"
     return SettingError(
-        said,
+        what,
         f"{count}, and {cut_in}",
         "return (loss, count) with the number of items that it is a mean of (tokens, pixels that are not masked), or "
         + local,

@@ -1,6 +1,6 @@
 """Writes what a run leaves behind: its folder, records, checkpoints and summary.
 
-Only rank 0 writes; a sharded model is the exception: every rank writes its part of the checkpoint.
+Only rank 0 writes, except for the checkpoints of a sharded model: every rank writes its part.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from stormo import checkpoint
-from stormo.config.options import to_toml
 from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
+from stormo.config.toml import to_toml
 from stormo.distributed.world import World
 from stormo.energy.summary import energy_sentence
-from stormo.errors import StormoError, counted
+from stormo.errors import StormoError, pluralize
 from stormo.launch.environments.torchrun import launch_id
 from stormo.profiling.ranges import range_of
-from stormo.system.process import SetUp
+from stormo.system.process import SetupTimer
 from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.environment import collect_environment, scheduler_job
 from stormo.telemetry.events import EventFile
@@ -33,10 +33,9 @@ from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, R
 from stormo.telemetry.runs_folder import forget_launch, note_launch
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
-from stormo.training.measuring import AnyNodeRecorder
-from stormo.training.progress import Progress
+from stormo.training.clock import AnyNodeRecorder
 from stormo.training.run_folder import lock_folder, open_folder, remove_unbegun, torch_environment
-from stormo.training.state import RunState
+from stormo.training.state import Progress, RunState
 from stormo.training.summary import make_summary, pipeline_sentence, staleness_sentence
 
 
@@ -44,33 +43,37 @@ class RunRecorder:
     """Opens the folder of a run, new or resumed, and writes into it until the end."""
 
     def __init__(
-        self, config: TrainConfig, plan: Plan, world: World, state: RunState, set_up: SetUp, keeper: AnyNodeRecorder
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        world: World,
+        state: RunState,
+        setup_times: SetupTimer,
+        node_recorder: AnyNodeRecorder,
     ) -> None:
-        self.keeper = keeper
+        self.node_recorder = node_recorder
         self._config = config
         self._plan = plan
         self._world = world
         self._state = state
-        self._set_up = set_up
-        self._began_unix_s = set_up.began_unix_s
+        self._setup_times = setup_times
+        self._began_unix_s = setup_times.began_unix_s
         self._wall_before_s = 0.0
         self._sinks: list[Sink] = []
         self._launches: Collection[str] = ()  # ids of the torchruns that started these ranks
         self._weights_sha256: str | None = None
         self._resumed_from: Path | None = None  # a checkpoint, on rank 0
-        self._has_summary_of_end = False  # the resumed run ended, and wrote it
+        self._has_summary = False  # the resumed run has ended after its last epoch
         self._saver = checkpoint.Saver(world, in_background=config.run.async_checkpoint)
         self._saving: CheckpointSaved | None = None  # the record of the save under way, on rank 0
+        self._prometheus: PrometheusSink | None = None
         if world.is_main:
-            self._prometheus = self._open_prometheus()  # first: a port that is taken must not leave a folder behind
+            run = config.run
+            if run.prometheus is not None:  # first: a port that is taken must not leave a folder behind
+                strategy = plan.layout.strategy
+                self._prometheus = PrometheusSink(run.prometheus, run.prometheus_host, strategy=strategy)
             self.folder = open_folder(config)
             self._lock = lock_folder(self.folder)
-
-    def _open_prometheus(self) -> PrometheusSink | None:
-        run = self._config.run
-        if run.prometheus is None:
-            return None
-        return PrometheusSink(run.prometheus, run.prometheus_host, strategy=self._plan.layout.strategy)
 
     def restore(self) -> None:
         """Restore the newest checkpoint of a resumed run, or the one that was named. All ranks call it."""
@@ -86,10 +89,10 @@ class RunRecorder:
             self._resumed_from = path
             self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
         self._wall_before_s = self._state.progress.wall_time_s
-        self._has_summary_of_end = self._world.broadcast_object(self._has_ended() if self._world.is_main else None)
+        self._has_summary = self._world.broadcast_object(self._has_ended() if self._world.is_main else None)
 
     def _has_ended(self) -> bool:
-        """Whether the summary says so, of this very step; a run that was killed has none."""
+        """Whether the run ended at this very step; one that was killed has no summary."""
         summary = self._last_summary()
         return summary.get("stopped_by") == "epochs" and summary.get("steps") == self._state.progress.step
 
@@ -104,10 +107,10 @@ class RunRecorder:
         progress, plan = self._state.progress, self._plan
         if not progress.num_resumes or progress.epoch - 1 > plan.epochs:
             return bool(progress.num_resumes)
-        return progress.epoch > plan.epochs and self._has_summary_of_end and not self._config.changed
+        return progress.epoch > plan.epochs and self._has_summary and not self._config.changed
 
-    def close_untouched(self) -> None:
-        """Say that there is nothing to train, and leave the run folder as it is."""
+    def close_unchanged(self) -> None:
+        """Say that there is nothing to train, and leave the run folder unchanged."""
         if not self._world.is_main:
             return
         self._sinks = self._console()
@@ -133,7 +136,7 @@ class RunRecorder:
         return published[0].path if published else None
 
     def supersede_after(self, path: Path | None) -> None:
-        """Rename the checkpoints later than this one, so that no resume finds them; None: all of them."""
+        """Rename the checkpoints after this one, or all of them, so that no resume finds them."""
         step = -1 if path is None else checkpoint.read_manifest(path).step
         for found in checkpoint.find(self.folder.checkpoints):
             if found.step < step or (path is not None and found.path.resolve() == path.resolve()):
@@ -171,7 +174,7 @@ class RunRecorder:
         config, plan, progress = self._config, self._plan, self._state.progress
         named = replace(config, run=replace(config.run, run_name=self.folder.name))
         summary = self._last_summary()
-        write_whole(self.folder.config, to_toml(named, plan.beginning))
+        write_whole(self.folder.config, to_toml(named, plan.initial))
         before = (read_environment(self.folder) or {}).get("launches") or []
         known = sorted({*before, *launches})
         environment = collect_environment(torch_environment(self._world) | ({"launches": known} if known else {}))
@@ -204,18 +207,18 @@ class RunRecorder:
         if sys.stdout is None:  # it was closed
             return []
         # mpirun gives rank 0 a pseudo-terminal, whatever the user looks at.
-        return [PlainConsole(sys.stdout) if self._world.place.launcher == "mpi" else make_console(sys.stdout)]
+        return [PlainConsole(sys.stdout) if self._world.rank_info.launcher == "mpi" else make_console(sys.stdout)]
 
     def _open_node_files(self) -> None:
-        """Tell every node's recorder where its file is: in the run folder, where the node sees it."""
+        """Open the file of every node's recorder in the run folder, where the node sees it."""
         shared = self._world.broadcast_object(str(self.folder.path.resolve()) if self._world.is_main else "")
         self.run_folder = Path(shared)
         if self._state.strategy.sharded_checkpoint:
             checkpoint.require_seen(self._world, self.run_folder)  # now, not at the first checkpoint
         progress = self._state.progress
         if self.run_folder.is_dir():
-            path = RunFolder(self.run_folder).nodes / f"{self._world.place.node_id}.jsonl"
-            self.keeper.attach(path, progress.step if progress.num_resumes else None, progress.step)
+            path = RunFolder(self.run_folder).nodes / f"{self._world.rank_info.node_id}.jsonl"
+            self.node_recorder.attach(path, progress.step if progress.num_resumes else None, progress.step)
 
     def record(self, record: Record) -> None:
         """Write a record to every sink; only rank 0 has any."""
@@ -227,10 +230,10 @@ class RunRecorder:
             sink.write(record)
 
     def save(self, metric: float | None) -> None:
-        """Publish a checkpoint, or start to, where that is done in the background. All ranks call it."""
+        """Publish a checkpoint, or start to do so in the background. All ranks call it."""
         progress = self._state.progress
         began = time.perf_counter()
-        self.keeper.enter("checkpoint", progress.step)
+        self.node_recorder.enter("checkpoint", progress.step)
         with range_of("checkpoint"):
             self.wait_for_save()
             progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
@@ -238,11 +241,11 @@ class RunRecorder:
                 stable = [step for step in progress.calm_steps if step < progress.step]
                 progress.calm_steps = [*stable[-1:], progress.step]
             self._save(metric, began)
-        self.keeper.enter("idle", progress.step)
+        self.node_recorder.enter("idle", progress.step)
 
     def _save(self, metric: float | None, began: float) -> None:
         world, run, progress = self._world, self._config.run, self._state.progress
-        saving = checkpoint.RetentionPolicy(
+        policy = checkpoint.RetentionPolicy(
             step=progress.step,
             identity=self.folder.name if world.is_main else "",
             keep_last=run.keep_checkpoints,
@@ -251,9 +254,9 @@ class RunRecorder:
             keep_steps=self._steps_to_keep(),
         )
         folder = self.folder.checkpoints if world.is_main else None
-        self._saver.begin(self._state.content(world, run.seed), folder, saving)
+        self._saver.begin(self._state.content(world, run.seed), folder, policy)
         if not run.async_checkpoint:
-            self._saver.settle()
+            self._saver.wait()
         if world.is_main:
             self._saving = CheckpointSaved(
                 epoch=progress.epoch,
@@ -265,8 +268,8 @@ class RunRecorder:
         self._record_saved()
 
     def wait_for_save(self) -> None:
-        """Wait for a checkpoint that is being written; all ranks call it, and all raise if it failed."""
-        self._saver.settle()
+        """Wait for the checkpoint being written. All ranks call it, and all raise if it failed."""
+        self._saver.wait()
         self._record_saved()
 
     def _record_saved(self) -> None:
@@ -287,8 +290,8 @@ class RunRecorder:
         on_divergence, progress = self._config.stop.on_divergence, self._state.progress
         if on_divergence == "ignore":
             return []
-        # The loss may have been high for longer than the last checkpoints reach back, and the newest stable one may be
-        # to blame. Rollbacks in a row go further and further back, at last to the initial weights.
+        # All recent checkpoints may be of a high loss, and the newest stable one may have caused it. Rollbacks in a row
+        # go further and further back, at last to the initial weights.
         return [*([0] if on_divergence == "rollback" else []), *progress.calm_steps]
 
     def end(self, stopped_by: str, **more: Any) -> None:
@@ -308,7 +311,7 @@ class RunRecorder:
             step = self._state.progress.step
             text = f"stopped at step {step}, saved; resume with: stormo train --resume {reference}"
             self.record(Notice(kind="info", text=text))
-        self.keeper.close()
+        self.node_recorder.close()
         if stopped_by != "error":
             self._world.barrier()  # all nodes have closed their files
         if not self._world.is_main:
@@ -316,20 +319,20 @@ class RunRecorder:
         summary = {
             "run_name": self.folder.name,
             **make_summary(self._config, self._plan, self._state, self.folder.path, stopped_by),
-            "setup_time_s": sum(self._set_up.times_s.values()),
-            "setup_parts_s": self._set_up.times_s,
+            "setup_time_s": sum(self._setup_times.times_s.values()),
+            "setup_parts_s": self._setup_times.times_s,
             "wall_time_s": self._wall_before_s + time.time() - self._began_unix_s,
             "weights_sha256": self._weights_sha256,
             **more,
         }
-        figures = pipeline_sentence(summary), staleness_sentence(summary), energy_sentence(summary)
-        for said in (*figures, summary["noise_scale_advice"]):
-            if said is not None and stopped_by != "error":  # the user must see the error first
-                self.record(Notice(kind="info", text=said))
-        if self.keeper.failure is not None:
-            self.record(
-                Notice(kind="warning", text=f"The energy account of this node is incomplete: {self.keeper.failure}.")
-            )
+        figures = [pipeline_sentence(summary), staleness_sentence(summary)]
+        figures += [energy_sentence(summary)] if self._config.energy.energy else []
+        for sentence in (*figures, summary["noise_scale_advice"]):
+            if sentence is not None and stopped_by != "error":  # the user must see the error first
+                self.record(Notice(kind="info", text=sentence))
+        if self.node_recorder.failure is not None:
+            text = f"The energy account of this node is incomplete: {self.node_recorder.failure}."
+            self.record(Notice(kind="warning", text=text))
         self.record(RunEnded(summary=summary))
         for launch in self._launches if stopped_by in ("target", "epochs") else ():
             forget_launch(self.folder.path.parent, launch)
@@ -337,22 +340,24 @@ class RunRecorder:
 
 
 def _past_end(name: str, progress: Progress, plan: Plan) -> Notice:
-    """What to say of a run that has nothing left to do."""
+    """The notice of a run that has nothing left to do."""
     done = progress.epoch - 1
     if done == plan.epochs:
         return _all_done(name, plan)
-    text = f"{name} has done {counted(done, 'epoch')} already, of {plan.epochs} now; it is left as it is"
+    text = f"{name} has done {pluralize(done, 'epoch')} already, of {plan.epochs} now; it is left as it is"
     return Notice(kind="info", text=f"{text}: set --epochs above {done} to train on")
 
 
 def _all_done(name: str, plan: Plan) -> Notice:
-    return Notice(kind="info", text=f"{name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on")
+    return Notice(
+        kind="info", text=f"{name} has done its {pluralize(plan.epochs, 'epoch')}; raise --epochs to train on"
+    )
 
 
 def _start_notices(
     config: TrainConfig, plan: Plan, progress: Progress, name: str, summary: Mapping[str, Any]
 ) -> Iterator[Notice]:
-    """What the user should know of a resumed run; `summary` is that of its last end, empty where there is none."""
+    """What the user should know of a resumed run; `summary` is its last one, or empty."""
     is_resume = config.run.resume is not None
     if progress.num_resumes and progress.epoch > plan.epochs:
         yield _all_done(name, plan)
@@ -360,7 +365,7 @@ def _start_notices(
     if is_resume and not progress.num_resumes and diverged_at is None:
         yield Notice(kind="info", text=f"{name} has no checkpoint yet: it starts from the beginning")
     if progress.num_rollbacks:
-        times = counted(progress.num_rollbacks, "rollback")
+        times = pluralize(progress.num_rollbacks, "rollback")
         text = f"after {times} the learning rate is × {progress.rate_factor:g} of the schedule"
         yield Notice(kind="info", text=text)
     if is_resume and diverged_at is not None:

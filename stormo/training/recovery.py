@@ -1,6 +1,6 @@
-"""What a run does on divergence: back to the last good checkpoint with a lower learning rate, or stop with advice.
+"""What a run does on divergence: roll back to the last good checkpoint with a lower learning rate, or stop with advice.
 
-All ranks take part; rank 0 looks into the run folder and reports.
+All ranks take part; rank 0 reads the run folder and reports.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from stormo import checkpoint
 from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
 from stormo.distributed.world import World
-from stormo.errors import counted
+from stormo.errors import pluralize
 from stormo.telemetry.record import DivergenceNoticed, Notice
 from stormo.telemetry.text import run_reference
 from stormo.training.divergence import NUM_HIGH_STEPS, Diverged, Trend, wait_steps
 from stormo.training.records import RunRecorder
 from stormo.training.state import RunState
 
-# Kept over a rollback: the time was spent on those samples, and the number of starts does not concern the weights.
+# Counters that a rollback does not restore: what was spent stays spent.
 _KEPT = ("num_resumes", "samples_trained", "train_time_s", "wait_s", "diverged_rate")
 # What happened, by kind of divergence.
 _HAPPENED = {
@@ -27,12 +27,12 @@ _HAPPENED = {
     "weights": "the weights hold values that are not finite, although the loss was {loss}",
     "validation": "the validation loss became {loss}",
     "exploded": f"the training loss rose to {{loss}} and was far above its start for {NUM_HIGH_STEPS} steps in a row",
-    "lost": "the training loss rose back to {loss} and stays there, so that most of what was learned is lost",
+    "lost": "the training loss rose back to {loss} and stays there: most of what was learned is lost",
 }
 
 
 class Recovery:
-    """Answers a divergence of one run."""
+    """Rolls a diverged run back, or ends it with advice."""
 
     def __init__(self, config: TrainConfig, plan: Plan, world: World, state: RunState, records: RunRecorder) -> None:
         self._config = config
@@ -42,24 +42,24 @@ class Recovery:
         self._records = records
 
     def prepare(self) -> None:
-        """Save the initial weights, where a rollback may have to go back to them."""
+        """Save the initial weights, where a rollback may need them."""
         if self._config.stop.on_divergence == "rollback" and not self._state.progress.step:
             self._records.save(None)
 
     def roll_back(self, diverged: Diverged) -> bool:
-        """Go back with a lower learning rate, if that is set and rollbacks are left; False: nothing has changed."""
+        """Go back with a lower learning rate, if that is set and rollbacks are left; False if nothing has changed."""
         stop, progress, world = self._config.stop, self._state.progress, self._world
         # Bad inputs come back whatever the learning rate is.
         is_wanted = stop.on_divergence == "rollback" and not diverged.has_bad_inputs
         if not is_wanted or progress.num_rollbacks >= stop.max_rollbacks:
             return False
-        self._records.wait_for_save()  # a checkpoint that is being written may be the one
+        self._records.wait_for_save()  # the checkpoint being written may be the one
         good = self._last_good(diverged) if world.is_main else None
         shared = world.broadcast_object(None if good is None else str(good.resolve()))
         if shared is None:
             return False
         progress.diverged_rate = self._diverged_rate(diverged)
-        kept, diagnosed = {name: getattr(progress, name) for name in _KEPT}, self._diagnosis(diverged)
+        kept = {name: getattr(progress, name) for name in _KEPT}
         num_rollbacks, rate_factor = progress.num_rollbacks + 1, progress.rate_factor * stop.rollback_factor
         if good is not None:
             self._records.supersede_after(good)
@@ -67,14 +67,14 @@ class Recovery:
         for name, value in kept.items():
             setattr(progress, name, value)
         progress.num_rollbacks, progress.rate_factor = num_rollbacks, rate_factor
-        self._records.keeper.rolled_back(progress.step)
+        self._records.node_recorder.rolled_back(progress.step)
         text = (
-            f"{diagnosed} Going back to step {progress.step} with the learning rate × "
+            f"{diagnosis(self._plan, diverged)} Going back to step {progress.step} with the learning rate × "
             f"{rate_factor:g} (rollback {num_rollbacks} of {stop.max_rollbacks})."
         )
         self._record(diverged, progress.step, text)
         self._records.save(None)
-        self._records.wait_for_save()  # a run that is killed now must resume with the lower learning rate too
+        self._records.wait_for_save()  # a run killed now must resume with the lower learning rate too
         return True
 
     def give_up(self, diverged: Diverged) -> None:
@@ -92,14 +92,14 @@ class Recovery:
             diverged_rate=progress.diverged_rate,
             kept_factor=1.0 if good is None else progress.rate_factor,
         )
-        sentences = [self._diagnosis(diverged)]
+        sentences = [diagnosis(self._plan, diverged)]
         if num_rollbacks:
-            sentences.append(f"{counted(num_rollbacks, 'rollback')} did not help.")
+            sentences.append(f"{pluralize(num_rollbacks, 'rollback')} did not help.")
         sentences += [f"Try {', '.join(tried)}.", self._resume_sentence(good, flag)]
         self._record(diverged, None, " ".join(sentences))
 
     def _diverged_rate(self, diverged: Diverged) -> float | None:
-        """The lowest learning rate after warm-up with which the run has diverged, where the rate is to blame."""
+        """The lowest learning rate after warm-up with which the run has diverged, where it is the likely cause."""
         progress = self._state.progress
         rates = [] if progress.diverged_rate is None else [progress.diverged_rate]
         if not diverged.has_bad_inputs and diverged.kind != "validation":
@@ -131,7 +131,7 @@ class Recovery:
 
     def _last_good(self, diverged: Diverged) -> Path | None:
         """The newest checkpoint with a stable loss, or the newest at all."""
-        # The weights after a step give the next step's loss: where that is bad, they are to blame.
+        # The weights after a step give the next step's loss: where that is bad, they are bad.
         last_step = diverged.step - 1 if diverged.has_bad_inputs else diverged.onset_step - 2
         found = [one for one in checkpoint.find(self._records.folder.checkpoints) if one.step <= last_step]
         for one in found:
@@ -139,9 +139,6 @@ class Recovery:
             if Trend(**progress.get("trend", {})).is_stable(wait_steps(self._plan, progress["epoch"])):
                 return one.path
         return found[0].path if found else None
-
-    def _diagnosis(self, diverged: Diverged) -> str:
-        return diagnosis(self._plan, diverged, rate_factor=self._state.progress.rate_factor)
 
     def _record(self, diverged: Diverged, rolled_back_to_step: int | None, text: str) -> None:
         self._records.record(
@@ -158,30 +155,21 @@ class Recovery:
         )
 
 
-def diagnosis(plan: Plan, diverged: Diverged, *, rate_factor: float = 1.0) -> str:
-    """What happened, and its likely cause; `rate_factor` is that of the rollbacks so far."""
+def diagnosis(plan: Plan, diverged: Diverged) -> str:
+    """What happened, and its likely cause."""
     happened = _HAPPENED[diverged.kind].format(loss=f"{diverged.loss:.4g}")
     text = f"Diverged at step {diverged.step} (epoch {diverged.epoch}): {happened}"
     if diverged.first_loss is not None and diverged.best_loss is not None:
         text += f"; it began at {diverged.first_loss:.4g} and was {diverged.best_loss:.4g} at its best"
-    return f"{text}. Likely cause: {_cause(plan, diverged, rate_factor)}."
-
-
-def _cause(plan: Plan, diverged: Diverged, rate_factor: float) -> str:
+    cause = f"a learning rate that is too high ({diverged.learning_rate:.4g} at that step"
+    cause += ")" if plan.warmup_start < plan.learning_rate else ", without warm-up)"
     if diverged.has_bad_inputs:
-        return "the batch of that step holds inputs that are not finite numbers, before the model has seen them"
-    if diverged.kind == "validation":
-        return "validation samples that are not finite numbers, or weights so large that only they overflow"
-    warmup_steps = plan.warmup_steps if plan.warmup_start < plan.learning_rate else 0
-    rate = f"a learning rate that is too high ({diverged.learning_rate:.4g} at that step"
-    if not warmup_steps:
-        rate += ", without warm-up"
-    elif diverged.step <= warmup_steps:
-        rate += f", in step {diverged.step} of {warmup_steps} of warm-up"
-    rate += f"; × {rate_factor:g} by the rollbacks before)" if rate_factor != 1 else ")"
-    if plan.precision == "fp16" and diverged.kind == "loss":
-        return f"a number above 65,504, the largest of fp16, or {rate}"
-    return rate
+        cause = "the batch of that step holds inputs that are not finite numbers"
+    elif diverged.kind == "validation":
+        cause = "validation samples that are not finite numbers, or weights so large that only they overflow"
+    elif plan.precision == "fp16" and diverged.kind == "loss":
+        cause = f"a number above 65,504, the largest of fp16, or {cause}"
+    return f"{text}. Likely cause: {cause}."
 
 
 def advice(
@@ -195,17 +183,12 @@ def advice(
 ) -> tuple[list[str], str]:
     """What to try, and the flag with which the run may resume.
 
-    Args:
-        config: settings of the run.
-        plan: of the run.
-        diverged: what happened.
-        has_own_optimizer: the task brings its optimizer, so that --base-lr has no effect.
-        diverged_rate: the lowest learning rate after warm-up that has diverged; default the plan's.
-        kept_factor: what rollbacks leave of the learning rate when the run is resumed.
+    An own optimizer does not take --base-lr. `diverged_rate` is the lowest learning rate after warm-up that has
+    diverged, `kept_factor` what rollbacks leave of the learning rate of a resume.
     """
     clip_norm = config.optimizer.clip_norm
     clip = f"--clip-norm {1 if clip_norm is None else clip_norm / 10:g}"
-    if config.workers.staleness:  # servers cannot clip, and old gradients diverge at lower rates
+    if config.workers.staleness:  # servers cannot clip, and stale gradients diverge at lower learning rates
         clip = "--staleness 0"
     if diverged.has_bad_inputs:
         return ["data without such values (torch.isfinite finds them)"], ""

@@ -1,8 +1,8 @@
 """Resuming a run: which one, which of its settings stay, and which may change.
 
-A changed setting is refused where the saved state would not fit, or where it makes the run another run. One that
-changes the weights from here on is taken and said in the plan's line `changed`. The rest says where and how the same
-training runs, when it ends and what it shows; a test lists it, so that a new setting needs a decision.
+A change is refused if the saved state would not fit, or if it makes another run. A change that affects the weights is
+taken, and shown in the plan's line `changed`. All other settings may change silently; a test lists them, so that a new
+setting needs a decision.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stormo.config import options
-from stormo.config.schema import EFFECTIVE, OPTIMIZER_DEFAULTS, Change, Effective
+from stormo.config import options, precedence, toml
+from stormo.config.schema import EFFECTIVE, OPTIMIZER_DEFAULTS, Change, ResolvedBatch
 from stormo.config.strategies import SPECS, names
 from stormo.errors import EXIT_DIVERGED, SettingError, StormoError
 from stormo.launch.environments.torchrun import launch_id
-from stormo.system.files import is_own
+from stormo.system.files import MASK, is_own
 from stormo.system.hardware import visible_gpus
-from stormo.system.masking import MASK
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary
 from stormo.telemetry.runs_folder import find_run, launched_run, list_runs
 
-# Refused, each with the reason.
+# Settings that cannot change, each with the reason.
 REFUSED = {
     "task": "another task is another run",
     "run_name": "a run is found by it",
@@ -33,10 +32,10 @@ REFUSED = {
     "optimizer": "no other optimizer can restore the state that is saved",
     "grad_averaging": "the momentum that is saved is a mean with it and a sum without",
     "grow_batch": "the steps that are done follow from it",
-    "epoch_samples": "the place in the stream is counted in it",
+    "epoch_samples": "the position in the stream is counted in it",
 }
-# Taken and said, as they change the weights.
-SAID = frozenset(
+# Settings that may change but are shown, as they affect the weights.
+SHOWN = frozenset(
     (
         # batch
         *("batch_size", "global_batch_size", "accumulate", "ghost_batch_size", "max_batch_size", "on_resize"),
@@ -55,27 +54,30 @@ SAID = frozenset(
         *("on_divergence", "rollback_factor", "max_rollbacks"),
     )
 )
-_FREE_TASK_OPTIONS = frozenset(("data_folder",))  # a task's facts tell other data
-_OWN_ALGORITHMS = names(lambda row: row.local_updates)  # strategies that do not compute what one process would
-_SPREAD = ("strategy", "servers", "staleness", "mesh", "zero")
-_COPIES = names(lambda row: row.takes_compression) | {"auto"}  # strategies that take --compress
-_OF_COPIES = ("compress", "compress_rank")
-_LOCATION = ("run_name", "runs_folder", "resume")  # they say which run
-_MOST_PROCESSES = 64
+_FREE_TASK_OPTIONS = frozenset(("data_folder",))  # other data is noticed by the task's facts
+_INEXACT = names(lambda row: row.local_updates)  # strategies that do not compute what one process would
+_STRATEGY_KEYS = ("strategy", "servers", "staleness", "mesh", "zero")
+_REPLICATED = names(lambda row: row.takes_compression) | {"auto"}  # strategies that take --compress
+_COMPRESSION_KEYS = ("compress", "compress_rank")
+_LOCATION_KEYS = ("run_name", "runs_folder", "resume")  # which run it is
+_MAX_PROCESSES = 64
 
 
 def read_resumed_run(in_file: Mapping[str, Any], flags: Mapping[str, Any]) -> ResumedRun | None:
     """The run that a command line and its file name, with its config.toml; None for a new run."""
     of_run = in_file.get("run")
-    folder = run_to_resume((of_run if isinstance(of_run, dict) else {}) | dict(flags))
+    located = of_run if isinstance(of_run, dict) else {}
+    # Other types, and `resume` in a file, are refused with the file's other settings.
+    located = {key: located[key] for key in ("run_name", "runs_folder") if isinstance(located.get(key), str)}
+    folder = run_to_resume(located | dict(flags))
     if folder is None:
         return None
-    document = options.read_toml(folder.config, f"{folder.config} is of the run to resume")
+    document = toml.read_toml(folder.config, f"{folder.config} is of the run to resume")
     workers = document.get("workers", {})
     if not isinstance(workers, dict):
         raise SettingError(
             f"{document['workers']!r:.40} are the workers in the config.toml of the run to resume",
-            "they are no section",
+            "they are not a section",
             "restore that file, or start a new run",
         )
     document["workers"] = _kept_workers(workers, in_file.get("workers"), flags)
@@ -93,29 +95,29 @@ class ResumedRun:
     def merge(
         self, given: dict[str, Any], defaults: Sequence[options.Option]
     ) -> tuple[dict[str, Any], tuple[Change, ...]]:
-        """The settings that the run keeps beside those given now, and the changes to say; a refused change raises."""
+        """The settings that the run keeps beside those given now, and the changes to show; a refused change raises."""
         source = str(self.folder.config)
         _require_task(given.get("task"), self.document.get("task"), self.folder)
-        options.check_masked(self.document, given, source)
+        toml.require_secrets(self.document, given, source)
         # The file holds every value in force, the task's defaults of that day too; what is missing was not set.
-        before = options.settings_from_toml(self.document, defaults, source)
+        before = toml.settings_from_toml(self.document, defaults, source)
         before |= {key: given[key] for key, value in before.items() if value == MASK and key in given}
         require_few_processes(before, given)
-        kept = options.left_unasked(before, given)
+        kept = precedence.drop_incompatible(before, given)
         gone = dict.fromkeys(key for key in before if key not in kept) | self._lost_with_strategy(before | given)
-        keys = ("strategy", "staleness", *_OF_COPIES)  # also where the resume does not keep them
+        keys = ("strategy", "staleness", *_COMPRESSION_KEYS)  # also where the resume does not keep them
         of_workers = {key: self.workers[key] for key in keys if key in self.workers}
         return kept, changes(given | gone, of_workers | before, defaults, self.folder)
 
     def _lost_with_strategy(self, now: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of the run's workers that change the weights and end with its strategy, as they are now."""
+        """Settings that affect the weights and end with the run's strategy, with their new values."""
         off = {"compress": "none", "staleness": 0}
         return {key: value for key, value in off.items() if key not in now and self.workers.get(key, value) != value}
 
-    def effective(self) -> Effective:
-        """What the settings of the run had come to when it began."""
+    def effective(self) -> ResolvedBatch:
+        """The effective values with which the run began."""
         try:
-            return Effective(**self.document[EFFECTIVE])
+            return ResolvedBatch(**self.document[EFFECTIVE])
         except (KeyError, TypeError):
             raise SettingError(
                 f"run {self.folder.name} was to be resumed",
@@ -124,7 +126,7 @@ class ResumedRun:
             ) from None
 
     def location(self) -> dict[str, str]:
-        """The name and the folder under which the run writes, also where it was named by a link or by a dot."""
+        """The name and the folder of the run, even if the user named it by a link or a dot."""
         path = self.folder.path if self.folder.path.name == self.folder.name else self.folder.path.resolve()
         return {"run_name": self.folder.name, "runs_folder": str(path.parent)}
 
@@ -167,7 +169,7 @@ def require_own(run: RunFolder, task: Any, *, is_built_in: bool) -> None:
 
 
 def _restarted_run(folder: Path, name: str | None) -> RunFolder | None:
-    """The run that an earlier round of this very torchrun has begun; it resumes without being told to."""
+    """The run that an earlier round of this torchrun has begun; it resumes without --resume."""
     own = launch_id(os.environ)
     if own is None:
         return None
@@ -195,37 +197,37 @@ def _run_of_checkpoint(path: Path) -> RunFolder:
 
 
 def _kept_workers(before: Mapping[str, Any], in_file: Any, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the workers that a resume keeps: not the devices, but the strategy, unless it changes now."""
+    """Settings of the workers that a resume keeps: the strategy, unless it changes now, but not the devices."""
     kept = {}
     if "num_gpus" in before and not visible_gpus():  # CPU processes were asked for
         kept["num_gpus"] = before["num_gpus"]
-    set_now = options.left_below(in_file if isinstance(in_file, dict) else {}, flags) | dict(flags)
+    set_now = precedence.drop_overridden(in_file if isinstance(in_file, dict) else {}, flags) | dict(flags)
     strategy = before.get("strategy")
     is_kept = "mesh" in before or (strategy in SPECS and SPECS[strategy].is_kept_on_resume)
     is_same = "strategy" not in set_now or set_now["strategy"] == strategy != "auto"
     if is_same and "mesh" not in set_now and is_kept:
-        kept |= {key: before[key] for key in _SPREAD if key in before and key not in set_now}
-    if _makes_copies(set_now.get("strategy", strategy or "auto"), set_now.get("mesh")):
-        kept |= {key: before[key] for key in _OF_COPIES if key in before and key not in set_now}
+        kept |= {key: before[key] for key in _STRATEGY_KEYS if key in before and key not in set_now}
+    if _is_replicated(set_now.get("strategy", strategy or "auto"), set_now.get("mesh")):
+        kept |= {key: before[key] for key in _COMPRESSION_KEYS if key in before and key not in set_now}
     return kept
 
 
-def _makes_copies(strategy: Any, mesh: Any) -> bool:
+def _is_replicated(strategy: Any, mesh: Any) -> bool:
     if mesh is None:
-        return strategy in _COPIES
+        return strategy in _REPLICATED
     return isinstance(mesh, str) and {part.partition("=")[0].strip() for part in mesh.split(",")} == {"replicate"}
 
 
 def require_few_processes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse a number of processes in a run's file that is too large for this machine."""
-    most = max(_MOST_PROCESSES, 2 * len(os.sched_getaffinity(0)))
+    limit = max(_MAX_PROCESSES, 2 * len(os.sched_getaffinity(0)))
     for key in ("num_gpus", "loader_workers"):
         number = before.get(key)
-        if key not in now and isinstance(number, int) and number > most:
+        if key not in now and isinstance(number, int) and number > limit:
             flag = f"--{key.replace('_', '-')}"
             raise SettingError(
                 f"{key} = {number} was set in the config.toml of the run",
-                f"more than {most} processes are not started because a file says so",
+                f"more than {limit} processes are not started because a file says so",
                 f"set {flag}",
             )
 
@@ -233,42 +235,35 @@ def require_few_processes(before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 def changes(
     now: Mapping[str, Any], before: Mapping[str, Any], defaults: Iterable[options.Option], run: RunFolder
 ) -> tuple[Change, ...]:
-    """The changed settings that must be said; raises for one that the run cannot take.
-
-    Args:
-        now: settings given with the resume, by key.
-        before: those of the run; what was chosen automatically is not there.
-        defaults: all options.
-        run: the one to resume.
-    """
+    """The settings given now that differ from those of the run and must be shown; refuses what cannot change."""
     _check_location(now, run)
     was = {option.key: option.default for option in defaults} | dict(before)
     was |= {key: value for key, value in OPTIMIZER_DEFAULTS[was["optimizer"]].items() if was[key] is None}
     if "global_batch_size" in before and was["batch_size"] != "auto":
-        # Only one of the two is ever set; where both are given now, the global batch counts.
+        # Only one of the two is ever set; if both are given now, the global batch counts.
         was["batch_size"] = now.get("batch_size") if "global_batch_size" in now else None
-    found = [Change(key=key, before=was.get(key), now=value) for key, value in now.items() if key not in _LOCATION]
+    found = [Change(key=key, before=was.get(key), now=value) for key, value in now.items() if key not in _LOCATION_KEYS]
     found = [change for change in found if not _is_same(change)]
     for change in found:
         why = _refusal(change)
         if why is not None:
             raise _refused(change, why, run)
     ends_others = any(change.key in ("staleness", "compress") for change in found)
-    return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change, was, ends_others))
+    return tuple(change for change in found if change.key in SHOWN or _is_other_algorithm(change, was, ends_others))
 
 
 def _require_task(now: str | None, before: Any, run: RunFolder) -> None:
-    """Refuse another task than the run's, before its options are read, which only its own task has."""
+    """Refuse another task than the run's, before the options of the task are read."""
     change = Change(key="task", before=before, now=now)
     if now is not None and isinstance(before, str) and not _is_same(change):
         raise _refused(change, REFUSED["task"], run)
 
 
 def _is_other_algorithm(change: Change, was: Mapping[str, Any], ends_others: bool) -> bool:
-    """Whether it ends or begins an algorithm that does not compute what one process would."""
+    """Whether it begins or ends a strategy that does not compute what one process would."""
     if change.key not in ("strategy", "mesh"):
         return False
-    return was["strategy"] in _OWN_ALGORITHMS or ends_others or change.now in _OWN_ALGORITHMS
+    return was["strategy"] in _INEXACT or ends_others or change.now in _INEXACT
 
 
 def _is_same(change: Change) -> bool:

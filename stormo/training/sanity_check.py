@@ -1,4 +1,4 @@
-"""Runs the first batches and undoes them: what a task does wrong shows here, in one sentence.
+"""Runs the first batches and undoes them, so that mistakes of a task show before training, in one sentence.
 
 All ranks do it together, before the run has a folder. Weights, buffers, gradients and random generators are restored.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-import re
 import traceback
 import warnings
 from collections.abc import Generator, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,21 +23,22 @@ from torch import Tensor
 from stormo.checkpoint import collect_random_state, restore_random_state
 from stormo.checkpoint.tensors import DTYPE_NAMES
 from stormo.config.plan import Plan
-from stormo.config.plan.stages import steps_to_come
+from stormo.config.plan.steps import remaining_step_sizes
 from stormo.config.schema import TrainConfig
 from stormo.data.batches import batch_length, cut, tensors_in
-from stormo.data.iterables import IterableLoader
-from stormo.data.loaders import Batch, Loader, Share
+from stormo.data.loaders import Batch, IterableLoader, Loader, Share
 from stormo.data.sample_check import require_same_start
 from stormo.distributed.world import World
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
+from stormo.launch.torch_errors import is_out_of_memory, task_mistake
 from stormo.parallel.base import Strategy
-from stormo.parallel.batch_size import StateSnapshot, is_out_of_memory
+from stormo.parallel.batch_size import StateSnapshot
 from stormo.tasks.metrics import COUNT_OF, read_metrics
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
+from stormo.training.divergence import has_bad_inputs
 from stormo.training.loss_check import check_loss_parts
-from stormo.training.progress import Progress
+from stormo.training.state import Progress
 from stormo.training.validation import Sums, Validation
 
 Steps = Set[tuple[int, int]]  # samples and micro-batches of each
@@ -46,29 +46,25 @@ _GIB = 2**30
 _NUM_COMPARED = 4  # samples at the start of a stream
 _PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
 _PICKLING = str(Path("multiprocessing", "reduction.py"))
-_NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_EXPLAINED = (RuntimeError, AttributeError, TypeError)
-# What torch or Python say of a mistake; what was done, why it cannot be, what to write instead.
-_MEANINGS = (
-    (
-        r"same dtype|scalar type|Found dtype",
+_LIBRARY_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# What the task does, why it cannot be, what to write instead.
+_TASK_MISTAKES = {
+    "dtype": (
         "mixes tensors",
         "the numbers of the batch and the weights must be of one type",
         "let the data set give {numbers}, and class numbers as torch.int64 (.long())",
     ),
-    (
-        r"storage of SparseTensorImpl",
+    "sparse": (
         "has a sparse gradient that is not of a layer nn.Embedding or nn.EmbeddingBag",
         "DDP makes room for dense gradients wherever it does not know such a layer",
         "call a layer of these with sparse=True, or leave sparse=True out",
     ),
-    (
-        r"'\w*Parallel' object (has no attribute|is not)",
+    "wrapper": (
         "does more with the model than to call it",
         "on several workers a wrapper stands for it, which exchanges gradients when it is called",
         "do that in the model's forward()",
     ),
-)
+}
 
 
 def sanity_check(
@@ -84,27 +80,24 @@ def sanity_check(
     """Run the first micro-batches and the first validation batch, and undo them; return the steps that were run whole.
 
     Args:
-        strategy: holds the task and the model.
-        loader: of the run.
-        validation: of the run.
         every_shape: also run the short last batch, so that kernels and buffers for it are ready.
         may_diverge: only warn where the first loss is not finite.
         largest: the share of a batch that grows, where its micro-batches become larger: it must fit now.
-        is_resumed: the run may be beyond its first batches; `check_lone_samples` checks those with a single sample.
+        is_resumed: the run may be past its first batches, so steps with a single sample are left to
+            `check_single_samples`.
     """
-    task, look = strategy.task, _FirstPass(strategy, may_diverge=may_diverge)
+    task, first_check = strategy.task, _FirstBatchCheck(strategy, may_diverge=may_diverge)
     _check_types(strategy)
-    # torch's own words on what is explained below
-    warnings.filterwarnings("ignore", "Got pickle error when attempting to start")
+    warnings.filterwarnings("ignore", "Got pickle error when attempting to start")  # explained below
     share, random_state = loader.share, collect_random_state()
     if is_resumed:
-        loader.share = _first_of_several(strategy._plan, share)
+        loader.share = _share_without_single_samples(strategy._plan, share)
     try:
         with explain_errors(task, "train_data", "loss"):
-            batches = _checked(strategy, loader, look, is_resumed=is_resumed)
-            strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), look)
+            batches = _checked(strategy, loader, first_check, is_resumed=is_resumed)
+            strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), first_check)
             stages = [loader.share.accumulate, *(stage.accumulate for stage in strategy._plan.stages)]
-            check_loss_parts(strategy, look.first, max(stages))
+            check_loss_parts(strategy, first_check.first, max(stages))
             if largest is not None:
                 _try_largest(strategy, loader, largest)
         with explain_errors(task, "validation_data", "metrics"):
@@ -114,12 +107,12 @@ def sanity_check(
     finally:
         loader.share = share
         restore_random_state(*random_state)
-    return look.steps
+    return first_check.steps
 
 
 def _check_types(strategy: Strategy) -> None:
-    """Refuse a model that could be trained and not be saved."""
-    for name, tensor in (*((part.name, part.local) for part in strategy.parts()), *strategy.named_buffers()):
+    """Refuse a model that could be trained but not saved."""
+    for name, tensor in (*((part.name, part.local) for part in strategy.shards()), *strategy.named_buffers()):
         if tensor.dtype not in DTYPE_NAMES:
             raise SettingError(
                 f"{type(strategy.task).__name__}.model() has {name} of type {str(tensor.dtype).removeprefix('torch.')}",
@@ -141,25 +134,25 @@ def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
         size = batch.span.num_samples
         raise SettingError(
             "--grow-batch was set with --max-batch-size",
-            f"a micro-batch of {counted(size, 'sample')}, once the batch has grown, does not fit in memory "
+            f"a micro-batch of {pluralize(size, 'sample')}, once the batch has grown, does not fit in memory "
             f"({next(iter(str(error).splitlines()), '').rstrip('.')})",
             f"set --max-batch-size below {size}, or leave it out to grow by accumulation",
         ) from error
     finally:
         loader.share, loader.wait_s = share, 0.0
-    before.put_back()
+    before.restore()
 
 
-def check_lone_samples(
+def check_single_samples(
     strategy: Strategy, loader: Loader, plan: Plan, progress: Progress, checked: Steps = frozenset()
 ) -> None:
-    """Run a step that leaves a rank a single sample, where one is to come, and undo it. All ranks call it.
+    """Run and undo a step in which a rank has a single sample, if one is to come. All ranks call it.
 
-    Batch norm may refuse a single sample, and would do so only at the end of an epoch. `checked` steps are not run
+    Batch norm may refuse a single sample, and would do so only at the end of an epoch. Steps in `checked` are not run
     again.
     """
-    steps = steps_to_come(plan.stages, plan.epochs, progress.epoch, progress.position)
-    found = next((step for step in steps if step not in checked and _leaves_one(plan, *step)), None)
+    steps = remaining_step_sizes(plan.stages, plan.epochs, progress.epoch, progress.position)
+    found = next((step for step in steps if step not in checked and _has_single_sample(plan, *step)), None)
     if found is None:
         return
     share, random_state = loader.share, collect_random_state()
@@ -173,7 +166,7 @@ def check_lone_samples(
 
 
 def check_streams(task: Task, world: World, loader: Loader, validation: Validation) -> None:
-    """Refuse a stream of which every rank reads another part. All ranks call it."""
+    """Refuse a stream that differs between ranks. All ranks call it."""
     if world.size == 1:
         return
 
@@ -194,24 +187,24 @@ def check_streams(task: Task, world: World, loader: Loader, validation: Validati
             require_same_start(world, validation.start(), validation.start, partial(refusal, "validation_data"))
 
 
-def _first_of_several(plan: Plan, share: Share) -> Share:
-    """The share of the first batch size that leaves no rank a single sample, if there is one."""
+def _share_without_single_samples(plan: Plan, share: Share) -> Share:
+    """The share of the first batch size in which no rank has a single sample, if there is one."""
     cuts = [(share.global_batch_size, share.accumulate), *((s.global_batch_size, s.accumulate) for s in plan.stages)]
-    fitting = (cut for cut in cuts if not _leaves_one(plan, min(cut[0], plan.facts.num_train), cut[1]))
+    fitting = (cut for cut in cuts if not _has_single_sample(plan, min(cut[0], plan.facts.num_train), cut[1]))
     size, accumulate = next(fitting, cuts[0])
     return replace(share, global_batch_size=size, accumulate=accumulate)
 
 
-def _leaves_one(plan: Plan, num_samples: int, accumulate: int) -> bool:
-    """Whether a device gets a single sample in a micro-batch of such a step."""
+def _has_single_sample(plan: Plan, num_samples: int, accumulate: int) -> bool:
+    """Whether a device has a single sample in a micro-batch of such a step."""
     shares = {num_samples // plan.layout.data_size, math.ceil(num_samples / plan.layout.data_size)}
-    passes = {share // accumulate for share in shares} | {math.ceil(share / accumulate) for share in shares}
+    sizes = {share // accumulate for share in shares} | {math.ceil(share / accumulate) for share in shares}
     # DataParallel splits a micro-batch into equal pieces, and a smaller last one.
-    pieces = {size: math.ceil(size / plan.layout.devices_per_worker) for size in passes if size}
+    pieces = {size: math.ceil(size / plan.layout.devices_per_worker) for size in sizes if size}
     return any(piece <= plan.micro_batches or size % piece == 1 for size, piece in pieces.items())
 
 
-class _FirstPass:
+class _FirstBatchCheck:
     """Checks the first micro-batch: parameters without a gradient, a model in eval mode, a loss that is not finite."""
 
     def __init__(self, strategy: Strategy, *, may_diverge: bool) -> None:
@@ -220,7 +213,7 @@ class _FirstPass:
         self._is_done = False
         self.data: Any = None  # of the current micro-batch
         self.first: Batch | None = None
-        self.steps: set[tuple[int, int]] = set()  # those run whole, the current one included
+        self.steps: set[tuple[int, int]] = set()  # those run whole, including the current one
 
     def __call__(self, loss: Tensor) -> None:
         if self._is_done:
@@ -230,7 +223,7 @@ class _FirstPass:
         names = strategy.without_gradient()
         if names and not strategy.task.find_unused:
             raise unused_parameters(strategy.task, names)
-        strategy.check_first_pass()
+        strategy.check_first_gradients()
         if not strategy.module.training:
             raise SettingError(
                 f"{type(strategy.task).__name__}.loss() leaves the model as model.eval() makes it",
@@ -238,16 +231,14 @@ class _FirstPass:
                 "leave model.eval() out of it: every micro-batch begins in the mode that it needs",
             )
         # A collective: all ranks take part, whatever their own loss is, and decide alike.
-        floats = [tensor for tensor in tensors_in(self.data) if tensor.is_floating_point()]
-        has_bad_inputs = not all(bool(tensor.isfinite().all()) for tensor in floats)
-        seen = torch.tensor([float(not torch.isfinite(loss)), float(has_bad_inputs)])
-        is_bad, has_bad_inputs = (bool(flag) for flag in strategy.world.max(seen).tolist())
+        seen = torch.tensor([float(not torch.isfinite(loss)), float(has_bad_inputs(self.data))])
+        is_bad, is_bad_input = (bool(flag) for flag in strategy.world.max(seen).tolist())
         if not is_bad:
             return
         name = type(strategy.task).__name__
         what = f"{name}.loss() returned a number that is not finite in the very first batch"
         fix = "look for a division by zero, a log of zero, inputs that are not scaled or overflow in fp16"
-        if has_bad_inputs:
+        if is_bad_input:
             what = f"{name}.train_data() gave inputs that are not finite numbers in the very first batch"
             fix = "clean the data (torch.isfinite finds such values)"
         if not self._may_diverge:
@@ -261,7 +252,9 @@ def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
     task = strategy.task
     if type(task).metrics is Task.metrics:
         return
-    length = _num_rows(batch)
+    length = 0
+    with suppress(SettingError):  # the batch cannot be split
+        length = batch_length(batch)
     is_short = length < 2
     if strategy.is_sharded:  # ranks that share a model must call it equally often
         is_short = bool(strategy.world.max(torch.tensor([float(is_short)])).item())
@@ -289,24 +282,16 @@ def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
             )
 
 
-def _num_rows(batch: Any) -> int:
-    """Samples of a batch; 0 where that cannot be told."""
-    try:
-        return batch_length(batch)
-    except SettingError:
-        return 0
-
-
-def _checked(strategy: Strategy, loader: Loader, look: _FirstPass, *, is_resumed: bool) -> Iterator[Batch]:
+def _checked(strategy: Strategy, loader: Loader, first_check: _FirstBatchCheck, *, is_resumed: bool) -> Iterator[Batch]:
     name, accumulate = type(strategy.task).__name__, loader.share.accumulate
     for batch in loader.first_and_last():
         span = batch.span
-        if is_resumed and span.step_start and _leaves_one(strategy._plan, span.step_samples, accumulate):
+        if is_resumed and span.step_start and _has_single_sample(strategy._plan, span.step_samples, accumulate):
             continue
-        look.data = batch.data
-        look.first = look.first or batch
+        first_check.data = batch.data
+        first_check.first = first_check.first or batch
         if span.is_last:
-            look.steps.add((span.step_samples, accumulate))
+            first_check.steps.add((span.step_samples, accumulate))
         if next(tensors_in(batch.data), None) is None:
             raise SettingError(
                 f"{name}.train_data() gives batches of type {type(batch.data).__name__}",
@@ -318,7 +303,7 @@ def _checked(strategy: Strategy, loader: Loader, look: _FirstPass, *, is_resumed
 
 @contextmanager
 def explain_errors(task: Task, data_method: str, method: str) -> Iterator[None]:
-    """Explain well-known errors of torch and Python in a sentence; raise all others as they are."""
+    """Explain well-known errors of torch and Python in a sentence; raise all others unchanged."""
     name = type(task).__name__
     try:
         yield
@@ -333,11 +318,12 @@ def explain_errors(task: Task, data_method: str, method: str) -> Iterator[None]:
                 "loading processes get it by pickle",
                 "set --loader-workers 0, or keep that out of it (functions and classes go to the top level of a file)",
             ) from error
-        for pattern, what, why, instead in _MEANINGS if isinstance(error, _EXPLAINED) else ():
-            if re.search(pattern, text):
-                said = f"{name}.{method}() {what} ({_location(frames)}{text})"
-                raise SettingError(said, why, instead.format(numbers=_numbers())) from error
-        raise
+        mistake = task_mistake(error)
+        if mistake is None:
+            raise
+        what, why, instead = _TASK_MISTAKES[mistake]
+        shown = f"{name}.{method}() {what} ({_location(frames)}{text})"
+        raise SettingError(shown, why, instead.format(numbers=_numbers())) from error
 
 
 def _numbers() -> str:
@@ -348,19 +334,19 @@ def _numbers() -> str:
 
 
 def _location(frames: traceback.StackSummary) -> str:
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_USER_CODE)]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_CODE)]
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}: " if own else ""
 
 
 @contextmanager
 def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device, *, has_model: bool) -> Iterator[None]:
-    """Explain, before the first step, an error of too little memory; `has_model`: the model is on the device."""
+    """Explain an out-of-memory error before the first step; `has_model`: the model is on the device."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        samples = counted(plan.batch_per_pass, "sample")
+        samples = pluralize(plan.micro_batch_size, "sample")
         text = next(iter(str(error).splitlines()), "").split(". ")[0].rstrip(".") or type(error).__name__
         raise SettingError(
             f"micro-batches of {samples} were set" if has_model else f"the model of {config.task} was to be made",
@@ -370,7 +356,7 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device,
 
 
 def add_memory_note(config: TrainConfig, plan: Plan, error: BaseException) -> None:
-    """Say below an error of too little memory, once training has begun, what would need less."""
+    """Add to an out-of-memory error during training what would need less memory."""
     if is_out_of_memory(error):
         error.add_note(f"Out of memory: resume with --resume and {_advice(config, plan, has_model=True)}.")
 
@@ -385,7 +371,7 @@ def _memory_of(device: torch.device) -> str:
 def _advice(config: TrainConfig, plan: Plan, has_model: bool) -> str:
     """What would need less memory, the cheapest first."""
     advice, layout, sharding = [], plan.layout, config.sharding
-    if has_model and plan.batch_per_pass > 1:
+    if has_model and plan.micro_batch_size > 1:
         advice.append("a smaller --batch-size (with --accumulate the global batch stays)")
     if has_model and not sharding.checkpoint_activations:
         advice.append("--checkpoint-activations")

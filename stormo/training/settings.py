@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stormo.config import options
+from stormo.config import options, precedence, toml
 from stormo.config.layout import Layout, resolve_layout
 from stormo.config.plan import check_settings
-from stormo.config.schema import Change, Effective, TrainConfig
+from stormo.config.schema import Change, ResolvedBatch, TrainConfig
 from stormo.launch import RankInfo
 from stormo.launch.nodes import launched_by
 from stormo.system.hardware import visible_gpus
@@ -22,7 +22,7 @@ from stormo.tasks.task import Task
 from stormo.training import staging
 from stormo.training.resume import ResumedRun, read_resumed_run, require_own
 
-_HANDED = "STORMO_SETTINGS"
+_VARIABLE = "STORMO_SETTINGS"
 
 
 def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
@@ -35,15 +35,15 @@ def merged_settings(arguments: list[str]) -> tuple[Settings, type[Task]]:
     """The settings of a command line with those of all files it names."""
     peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
     source = peeked.get("config", "")
-    document = options.read_toml(Path(source)) if source else {}
+    document = toml.read_toml(Path(source)) if source else {}
     resumed = read_resumed_run(document, peeked)
     task_class = _find_task(peeked.get("task"), document.get("task"), resumed)
     check_options(task_class)
     defaults = options.train_options(task_class.Options)
     of_task, shown = options.defaults_of_task(task_class.defaults, defaults, task_class.name)
     flags = options.parse_flags("stormo train", arguments, shown, f"Task {task_class.name}")
-    options.check_masked(document, flags, source)
-    return merge(defaults, of_task, resumed, options.asked_by_file(document, defaults, source), flags), task_class
+    toml.require_secrets(document, flags, source)
+    return merge(defaults, of_task, resumed, toml.file_settings(document, defaults, source), flags), task_class
 
 
 def merge(
@@ -54,13 +54,13 @@ def merge(
     flags: dict[str, Any],
 ) -> Settings:
     """One set of settings, in which the later source wins: defaults, task, resumed run, file, flags."""
-    given = options.left_below(in_file, flags) | flags
+    given = precedence.drop_overridden(in_file, flags) | flags
     if resumed is None:
         return Settings(values=given, of_task=of_task, given=sorted(given))
     effective = resumed.effective()
     kept, changed = resumed.merge(given, defaults)
     given |= resumed.location()
-    given.setdefault("resume", "")  # torchrun's next round resumes without being told to
+    given.setdefault("resume", "")  # torchrun's next round resumes without --resume
     return Settings(
         values=kept | given,
         # The file of the run holds the task's defaults too, except the number that --batch-size auto starts from.
@@ -73,7 +73,7 @@ def merge(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Merged settings as plain values: the process that the user started hands them to its ranks as JSON."""
+    """Merged settings as plain values, which the process that the user started passes to its ranks as JSON."""
 
     values: dict[str, Any]
     of_task: dict[str, Any]  # the task's defaults
@@ -86,18 +86,18 @@ class Settings:
         return dataclasses.replace(
             options.make_config(self.values, task_options, self.of_task),
             given=frozenset(self.given),
-            resumed=None if self.resumed is None else Effective(**self.resumed),
+            resumed=None if self.resumed is None else ResolvedBatch(**self.resumed),
             changed=tuple(Change(**change) for change in self.changed),
         )
 
     def to_environment(self) -> dict[str, str]:
-        """The variable that a rank reads with `handed_settings`."""
-        return {_HANDED: json.dumps(dataclasses.asdict(self))}
+        """The variable that a rank reads with `inherited_settings`."""
+        return {_VARIABLE: json.dumps(dataclasses.asdict(self))}
 
 
-def handed_settings(environ: MutableMapping[str, str]) -> tuple[TrainConfig, type[Task]] | None:
+def inherited_settings(environ: MutableMapping[str, str]) -> tuple[TrainConfig, type[Task]] | None:
     """What the agent that started this rank has read; taken out of the environment, as child processes are no ranks."""
-    text = environ.pop(_HANDED, None)
+    text = environ.pop(_VARIABLE, None)
     if text is None:
         return None
     settings = Settings(**json.loads(text))
@@ -105,9 +105,9 @@ def handed_settings(environ: MutableMapping[str, str]) -> tuple[TrainConfig, typ
     return settings.config(task_class.Options), task_class
 
 
-def checked(config: TrainConfig, task_class: type[Task], place: RankInfo | None = None) -> tuple[Layout, Task]:
+def checked(config: TrainConfig, task_class: type[Task], rank_info: RankInfo | None = None) -> tuple[Layout, Task]:
     """The layout and the task; refuses, before any process starts, settings that hold for no data."""
-    layout = resolve_layout(config, visible_gpus(), launched_by(place))
+    layout = resolve_layout(config, visible_gpus(), launched_by(rank_info))
     check_settings(config, layout)
     task = task_class(config.task_options)
     check_init(task)

@@ -1,7 +1,7 @@
-"""`--stage`: copies the data of a task to every node, and lets the task read it there.
+"""`--stage`: copies the data of a task to every node, where the task reads it.
 
-The data is that of the option `data_folder`, or the folder that `fetch` returns. Each rank makes its task again with
-the copy as `data_folder`; the settings of the run keep the original.
+The data is in the option `data_folder`, or in the folder that `fetch` returns. Each rank makes its task again with the
+copy as `data_folder`; the settings of the run keep the original.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stormo.config.schema import Command
+from stormo.data.staging.node_cache import remove_unused
 from stormo.data.staging.nodes import local_folder, stage_on_nodes
-from stormo.data.staging.shelf import remove_unused
 from stormo.errors import SettingError
 from stormo.tasks.task import Task
 
@@ -33,13 +33,13 @@ def check(command: Command, task: Task) -> None:
     if _OPTION not in {field.name for field in dataclasses.fields(task.options)}:
         raise SettingError(
             "--stage was set",
-            f"task {task.name} has no option {_OPTION}, so it cannot be told to read a copy",
+            f"task {task.name} has no option {_OPTION}, so it cannot read a copy",
             f"give its Options a field {_OPTION}, or call stage() of stormo.World in a loop of your own",
         )
     if getattr(task.options, _OPTION) is None and type(task).fetch is Task.fetch:
         raise SettingError(
             "--stage was set",
-            f"task {task.name} reads no folder as it is set",
+            f"task {task.name} reads no folder with these options",
             "set --task.data-folder, or leave --stage out",
         )
     local_folder(command.stage)
@@ -51,37 +51,33 @@ def staged_task(
 ) -> Iterator[tuple[Task, list[str]]]:
     """The task that reads this node's copy, and what to say of it; the last rank to leave removes the copy.
 
-    Args:
-        command: says whether and where to stage.
-        task: as it is set.
-        fetched: what `fetch` returned in the one process of each node that called it.
-        world: all ranks, which enter together.
-        stop: gives the signal that ends the job, or 0; all ranks raise `StoppedError` then.
+    All ranks enter together. `fetched` is what `fetch` returned in the one process of each node that called it. If
+    `stop` gives a signal, all ranks raise `StoppedError`.
     """
     if command.stage is None:
         yield task, []
         return
     source = getattr(task.options, _OPTION) or fetched
-    if source is None and world.place.local_rank == 0:
+    if source is None and world.rank_info.local_rank == 0:
         raise SettingError(
             "--stage was set",
             f"task {task.name} has no data folder and its fetch() returned none",
             "set --task.data-folder, or leave --stage out",
         )
-    near = stage_on_nodes(world, source, local_folder(command.stage), keep=command.keep_staged, stop=stop)
+    copy = stage_on_nodes(world, source, local_folder(command.stage), keep=command.keep_staged, stop=stop)
     try:
-        options = dataclasses.replace(task.options, **{_OPTION: str(near.path)})
-        yield type(task)(options), [near.sentence] if near.sentence else []
+        options = dataclasses.replace(task.options, **{_OPTION: str(copy.path)})
+        yield type(task)(options), [copy.sentence] if copy.sentence else []
     finally:
-        near.hold.release()
+        copy.lease.release()
 
 
 @contextlib.contextmanager
 def cleaned_up(command: Command) -> Iterator[None]:
-    """For the process that starts the workers of a node: removes what they leave, however they end."""
+    """Remove the staged data that the workers of this node leave, however they end."""
     try:
         yield
     finally:
         if command.stage is not None:
-            with contextlib.suppress(SettingError):  # the folder is gone, and what was in it
+            with contextlib.suppress(SettingError):  # the folder is gone
                 remove_unused(local_folder(command.stage))

@@ -1,17 +1,18 @@
-"""The state of a run: collected from all ranks into a checkpoint, and restored from it on any number of ranks.
+"""The state of a run: saved from all ranks into a checkpoint, and restored on any number of ranks.
 
-Where every rank has the whole model, rank 0 writes and reads; what each rank has of its own (random generators, running
-statistics that differ) is sent to and from it, so that no other rank needs to see the run folder. Of a sharded model
-every rank writes and reads its own boxes. Ranks with local updates, or with error feedback, each write their own
-values, and the mean of the weights besides.
+Where every rank has the whole model, rank 0 writes and reads. What differs between ranks (random generators, running
+statistics) is sent to and from it, so that no other rank needs to see the run folder. Of a sharded model every rank
+writes and reads its own chunks. With local updates or error feedback, each rank also writes its own values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +21,100 @@ import torch
 from torch import Tensor
 
 from stormo import checkpoint
-from stormo.checkpoint import (
+from stormo.checkpoint.format import OWN, Snapshot
+from stormo.checkpoint.ranks import (
     BUFFER,
     BUFFERS,
     ERROR_FEEDBACK,
     LOSSES,
-    OWN,
-    Shard,
-    Snapshot,
-    aliases,
-    chunks_of,
-    collect_random_state,
     error_feedback_chunks,
-    flatten_optimizer,
     local_chunks,
     local_state,
     losses_of,
     restore_error_feedback,
     restore_local,
+    restore_sharded,
+)
+from stormo.checkpoint.state import (
+    aliases,
+    chunks_of,
+    collect_random_state,
+    flatten_optimizer,
     restore_optimizer,
     restore_random_state,
-    restore_sharded,
     stored_buffers,
-    whole_chunk,
 )
+from stormo.checkpoint.writer import Shard, whole_chunk
 from stormo.config.mesh import Mesh
-from stormo.data.order import derive_seed, seed_generators
+from stormo.data.generators import seed_generators
+from stormo.data.order import derive_seed
 from stormo.distributed.world import World
-from stormo.errors import StormoError, counted
+from stormo.errors import StormoError, pluralize
 from stormo.parallel.base import Strategy
-from stormo.system.files import fits
-from stormo.training.progress import Progress
+from stormo.system.files import fits, printable
+from stormo.training.divergence import Trend
 
 _RANDOM, _LOSS, _ITEMS = "random/", "loss", "items"
+_MAX_COUNT = 2**62
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The counters of a run: JSON-able, and the same on every rank."""
+
+    epoch: int = 1  # the current one
+    position: int = 0  # samples of it that are done
+    step: int = 0  # optimizer steps since the start
+    samples_seen: int = 0
+    samples_trained: int = 0  # with those that a rollback has undone
+    train_time_s: float = 0.0  # without validation and checkpoints
+    epoch_time_s: float = 0.0  # the part of it in the current epoch
+    wait_s: float = 0.0  # for the loaders
+    wall_time_s: float = 0.0  # of earlier attempts
+    num_resumes: int = 0
+    num_rollbacks: int = 0
+    rate_factor: float = 1.0  # of the learning rate; every rollback lowers it
+    diverged_rate: float | None = None  # the lowest learning rate after warm-up that has diverged
+    trend: Trend = field(default_factory=Trend)  # of the training loss
+    calm_steps: list[int] = field(default_factory=list)  # of the last two checkpoints with a stable loss
+    peak_memory_bytes: int | None = None
+    peak_reserved_memory_bytes: int | None = None  # of a GPU
+    epochs_done: int = 0  # validated ones
+    target_streak: int = 0  # epochs in a row that reached the target
+    time_to_target_s: float | None = None
+    target_unix_s: float | None = None  # when it was reached
+    validation: dict[str, float] | None = None  # of the last validated epoch
+    best_validation: dict[str, float] | None = None
+    sample_order_sha256: str = ""  # chain over every sample trained on, in order
+
+    def advance(self, samples: Tensor) -> None:
+        """Count one global batch of these samples."""
+        chain = hashlib.sha256(bytes.fromhex(self.sample_order_sha256))
+        chain.update(samples.numpy().data)
+        self.sample_order_sha256 = chain.hexdigest()
+        self.step += 1
+        self.position += len(samples)
+        self.samples_seen += len(samples)
+        self.samples_trained += len(samples)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    def take(self, values: dict[str, Any]) -> None:
+        """Restore what `to_json` gave."""
+        values = {"samples_trained": values.get("samples_seen", 0), **values}  # older releases did not count it
+        for name, hint in typing.get_type_hints(Progress).items():
+            if name not in values:
+                continue
+            is_count = hint is int
+            if not fits(values[name], hint) or (is_count and not 0 <= values[name] < _MAX_COUNT):
+                shown = "out of range" if type(values[name]) is int else printable(repr(values[name])[:40])
+                raise StormoError(f"The checkpoint cannot be resumed: its counter {name} is {shown}.")
+        for one in fields(self):
+            # What an older release did not save keeps its default.
+            if one.name in values:
+                setattr(self, one.name, Trend(**values[one.name]) if one.name == "trend" else values[one.name])
 
 
 @dataclass(kw_only=True)
@@ -98,24 +160,24 @@ class RunState:
         )
 
     def shard(self, world: World, seed: int) -> Shard:
-        """This rank's boxes of a checkpoint; rank 0 has the plain values besides."""
+        """This rank's chunks of a checkpoint, and the plain values on rank 0."""
         strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
         random_tensors, state = self._plain(world, seed, buffers.sources)
         if strategy.local_updates:
-            boxes, local = local_chunks(world, strategy), local_state(world, strategy)
+            chunks, local = local_chunks(world, strategy), local_state(world, strategy)
         else:
-            boxes, local = chunks_of(strategy.parts(), strategy.optimizer), None
-        boxes += error_feedback_chunks(world, strategy)
-        boxes += [whole_chunk("model", name, tensor) for name, tensor in buffers.model.items()]
-        boxes += [whole_chunk(OWN, BUFFER + name, tensor) for name, tensor in buffers.own.items()]
-        boxes += [whole_chunk(OWN, name, tensor) for name, tensor in random_tensors.items()]
+            chunks, local = chunks_of(strategy.shards(), strategy.optimizer), None
+        chunks += error_feedback_chunks(world, strategy)
+        chunks += [whole_chunk("model", name, tensor) for name, tensor in buffers.model.items()]
+        chunks += [whole_chunk(OWN, BUFFER + name, tensor) for name, tensor in buffers.own.items()]
+        chunks += [whole_chunk(OWN, name, tensor) for name, tensor in random_tensors.items()]
         if state is not None:
             if local is not None:
                 state["local"] = local
             if strategy.powersgd is not None:
                 state[ERROR_FEEDBACK] = strategy.powersgd.rank
             state["mesh"] = _mesh(world)
-        return Shard(chunks=boxes, aliases=aliases(strategy), state=state)
+        return Shard(chunks=chunks, aliases=aliases(strategy), state=state)
 
     def _plain(
         self, world: World, seed: int, sources: Mapping[str, int]
@@ -165,19 +227,19 @@ class RunState:
         strategy = self.strategy
         strategy.module.load_state_dict(model)
         restore_optimizer(strategy.optimizer, _names(strategy), optimizer)
-        own = _handed_out(world, snapshot, state) if _is_same_mesh(state, world) else {}
+        own = _scatter_own(world, snapshot, state) if _is_same_mesh(state, world) else {}
         self._restore_rest(world, state, own, seed)
 
     def _restore_rest(self, world: World, state: Mapping[str, Any], own: Mapping[str, Tensor], seed: int) -> None:
-        """All but the weights and the optimizer's state; `own` is what this rank had, on the same mesh."""
+        """Restore all but weights and optimizer; `own` is what this rank had, on the same mesh."""
         strategy = self.strategy
         if problem := _problem(state):
             raise StormoError(f"The checkpoint cannot be resumed: its state.json {problem}.")
         is_own = strategy.local_updates and _is_same_mesh(state, world)
         if "local" in state and state["world_size"] > 1 and not is_own:
             strategy.notices.append(
-                f"The checkpoint is of {counted(state['world_size'], 'worker')} that stepped by themselves: the run "
-                "resumes from the mean of their weights and of the state of their optimizers."
+                f"The checkpoint is of {pluralize(state['world_size'], 'worker')} with local updates: the run resumes "
+                "from the mean of their weights and of the state of their optimizers."
             )
         strategy.load_state_dict(state)
         self.progress.take(state["progress"])
@@ -191,8 +253,8 @@ class RunState:
             random_tensors = {n.removeprefix(_RANDOM): t for n, t in own.items() if n.startswith(_RANDOM)}
             restore_random_state(random_tensors, state["random"][world.rank])
         else:
-            # Another mesh: new generators, from the same seed and this very step.
-            seed_generators(derive_seed(seed, "resume", self.progress.step, world.draws))
+            # Another mesh: new generators, seeded with the run's seed and this step.
+            seed_generators(derive_seed(seed, "resume", self.progress.step, world.random_stream))
             self.loss_sum.fill_(math.fsum(state[LOSSES]) / world.size)
             # Older releases did not save it: losses were means over samples.
             num_items = math.fsum(state[_ITEMS]) if _ITEMS in state else self.progress.position
@@ -220,8 +282,8 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _handed_out(world: World, snapshot: Snapshot | None, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What this rank had of its own, read by rank 0: replicas for all, the rest to each alone."""
+def _scatter_own(world: World, snapshot: Snapshot | None, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What this rank had of its own: rank 0 broadcasts replicas, and sends the rest to each rank."""
     by_rank: dict[int, dict[str, Tensor]] = {}
     for full_name, tensor in (snapshot.ranks if snapshot else {}).items():
         rank, _, name = full_name.partition("/")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from stormo.config.plan import Plan
-from stormo.config.plan.servers import most_stale
-from stormo.config.plan.stages import stage_of
+from stormo.config.plan.parallelism import max_staleness
+from stormo.config.plan.steps import stage_of
 from stormo.config.schema import TrainConfig
 from stormo.energy import read_bill
 from stormo.energy.summary import energy_summary
-from stormo.errors import counted
+from stormo.errors import pluralize
 from stormo.optim.noise_scale import NoiseScale
 from stormo.training.state import RunState
 
@@ -31,7 +31,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
         "precision": plan.precision,
         "world_size": plan.layout.world_size,
         "global_batch_size": plan.global_batch_size,
-        "batch_per_pass": plan.batch_per_pass,
+        "batch_per_pass": plan.micro_batch_size,  # stored name
         "accumulate": plan.accumulate,
         "epochs_run": progress.epochs_done,
         "steps": progress.step,
@@ -102,7 +102,7 @@ def _staleness(config: TrainConfig, plan: Plan, state: RunState) -> dict[str, An
     return {
         "staleness_mean": sum(age * number for age, number in seen.items()) / sum(seen.values()),
         "staleness_max": max(seen),
-        "staleness_bound": most_stale(config, plan.layout),
+        "staleness_bound": max_staleness(config, plan.layout),
     }
 
 
@@ -123,5 +123,5 @@ def pipeline_sentence(summary: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"Pipeline: its workers were idle for {seen['measured_bubble']:.0%} of a step, {seen['predicted_bubble']:.0%} "
-        f"by the schedule ({seen['schedule']}, {counted(seen['micro_batches'], 'micro-batch')})."
+        f"by the schedule ({seen['schedule']}, {pluralize(seen['micro_batches'], 'micro-batch')})."
     )

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 
 from stormo.config.layout import Layout
-from stormo.config.plan import Plan, resolve, with_layers, with_own_optimizer
-from stormo.config.plan.profile import parse_profile
+from stormo.config.plan import Plan, resolve, with_layers, with_task_optimizer
+from stormo.config.plan.steps import parse_profile
 from stormo.config.schema import TrainConfig
 from stormo.data.batches import Collate, collate
-from stormo.data.iterables import IterableLoader
-from stormo.data.loaders import Loader, ResidentLoader, Share, StreamedLoader
-from stormo.data.order import derive_seed, seed_generators
+from stormo.data.generators import seed_generators
+from stormo.data.loaders import IterableLoader, Loader, ResidentLoader, Share, StreamedLoader
+from stormo.data.order import derive_seed
 from stormo.data.reading import is_stream
 from stormo.data.staging.copying import StoppedError
 from stormo.data.tensors import TensorData
@@ -26,75 +26,80 @@ from stormo.distributed.store import Store
 from stormo.distributed.world import World
 from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.launch import FailureReporter, RankInfo
-from stormo.launch.signals import StopFlag, stop_flag
 from stormo.optim.schedule import make_schedule
 from stormo.parallel.batch_size import find_micro_batch_size
 from stormo.parallel.table import strategy_class
 from stormo.profiling.ranges import record_for_nsight
 from stormo.profiling.window import ProfileWindow
-from stormo.system.cache import keep_compiled
+from stormo.system.files import keep_compiled
 from stormo.system.hardware import num_cores
-from stormo.system.process import SetUp
+from stormo.system.process import SetupTimer
+from stormo.system.signals import StopFlag, stop_flag
 from stormo.tasks.task import Task
 from stormo.telemetry.record import Notice
-from stormo.training.loop import Outcome, Training, train
-from stormo.training.measuring import open_node_recorder
-from stormo.training.progress import Progress
+from stormo.training.clock import open_node_recorder
+from stormo.training.context import RunContext
+from stormo.training.loop import Outcome, train
 from stormo.training.records import RunRecorder
 from stormo.training.recovery import Recovery
 from stormo.training.sanity_check import (
     add_memory_note,
-    check_lone_samples,
+    check_single_samples,
     check_streams,
     explain_errors,
     explain_out_of_memory,
     sanity_check,
 )
 from stormo.training.staging import staged_task
-from stormo.training.state import RunState
+from stormo.training.state import Progress, RunState
 from stormo.training.validation import Validation
 
 
 def run_worker(
-    config: TrainConfig, layout: Layout, task: Task, place: RankInfo, store: Store | None, lifeline: FailureReporter
+    config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo, store: Store | None, reporter: FailureReporter
 ) -> int:
     """Train as one rank of the job; return its exit code."""
-    set_up = SetUp()
-    set_up.done("imports")
-    share_cores(place)
-    with stop_flag(announces=place.launcher == "alone", is_last=True) as flag, ExitStack() as resources:
-        trainer = Trainer(config, lifeline, flag, set_up, resources)
+    setup_times = SetupTimer()
+    setup_times.done("imports")
+    share_cores(rank_info)
+    with stop_flag(announces=rank_info.launcher == "alone", is_last=True) as flag, ExitStack() as resources:
+        trainer = Trainer(config, reporter, flag, setup_times, resources)
         try:
-            trainer.setup(layout, task, place, store)
+            trainer.setup(layout, task, rank_info, store)
             code = trainer.run()
         except StoppedError as stopped:  # while data was staged; on all ranks alike
             code = stopped.exit_code
-        # Only after success: nothing may stand between a failure and its report, and the process ends anyway.
+        # Only after success: nothing may delay the report of a failure, and the process ends anyway.
         trainer.close()
     return code
 
 
 class Trainer:
-    """Sets a run up, trains, and closes what it opened. Every rank makes one, and all take every step together."""
+    """Sets a run up, trains, and closes what it opened. Every rank makes one."""
 
     world: World
     plan: Plan
     task: Task
 
     def __init__(
-        self, config: TrainConfig, lifeline: FailureReporter, flag: StopFlag, set_up: SetUp, resources: ExitStack
+        self,
+        config: TrainConfig,
+        reporter: FailureReporter,
+        flag: StopFlag,
+        setup_times: SetupTimer,
+        resources: ExitStack,
     ) -> None:
         self.config = config
-        self._lifeline = lifeline
-        self._flag = flag
-        self._set_up = set_up  # times of each part
+        self._reporter = reporter
+        self._stop_flag = flag
+        self._setup_times = setup_times
         self._resources = resources  # closed after a failure too
         self._closing = ExitStack()  # closed after success alone
         self._notices: list[Notice] = []  # for the run's records, once they are open
 
-    def setup(self, layout: Layout, task: Task, place: RankInfo, store: Store | None) -> None:
-        """Join, fetch and stage the data, resolve the plan, build, try the first batches, open the run folder."""
-        self._join(layout, place, store)
+    def setup(self, layout: Layout, task: Task, rank_info: RankInfo, store: Store | None) -> None:
+        """Join, fetch and stage the data, resolve the plan, build, check the first batches, open the run folder."""
+        self._join(layout, rank_info, store)
         self._prepare_data(task)
         self.plan = resolve(self.config, layout, self.task.facts())
         _require_same_plan(self.plan, self.world)
@@ -116,24 +121,24 @@ class Trainer:
             records.record(notice)
         try:
             recovery.prepare()
-            self._flag.is_training = True
-            self._lifeline.alive(self._state.progress.step)
+            self._stop_flag.is_training = True
+            self._reporter.alive(self._state.progress.step)
             outcome = train(
-                Training(
+                RunContext(
                     world=self.world,
                     plan=plan,
-                    settings=config,
+                    config=config,
                     state=self._state,
                     loader=self._loader,
                     validation=self._validation,
-                    schedule=make_schedule(config, plan, self._strategy.rate_factor),
-                    flag=self._flag,
+                    schedule=make_schedule(config, plan, self._strategy.lr_factor),
+                    stop_flag=self._stop_flag,
                     record=records.record,
                     save=records.save,
-                    sign_of_life=self._lifeline.alive,
-                    keeper=self._keeper,
+                    heartbeat=self._reporter.alive,
+                    node_recorder=self._node_recorder,
                     profile=profile,
-                    recover=recovery.roll_back,
+                    roll_back=recovery.roll_back,
                 )
             )
         except BaseException as error:
@@ -156,12 +161,12 @@ class Trainer:
         self._resources.close()
         self.world.close()
 
-    def _join(self, layout: Layout, place: RankInfo, store: Store | None) -> None:
+    def _join(self, layout: Layout, rank_info: RankInfo, store: Store | None) -> None:
         config = self.config
-        device = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
+        device = device_of(layout.device_type, rank_info, store, may_share=layout.backend == "gloo")
         join = partial(
             World,
-            place,
+            rank_info,
             device,
             store=store,
             backend=layout.backend,
@@ -171,17 +176,17 @@ class Trainer:
             needs_group=layout.is_sharded,
         )
         if config.command.preflight:
-            from stormo.doctor.job import join_after_preflight
+            from stormo.doctor.preflight import join_after_preflight
 
-            self.world, notices = join_after_preflight(join, device, config, layout, place, store, self._lifeline)
+            self.world, notices = join_after_preflight(join, device, config, layout, rank_info, store, self._reporter)
             self._notices += notices
         else:
             self.world = join()
-        keeper = open_node_recorder(
+        node_recorder = open_node_recorder(
             self.world, devices_per_worker=layout.devices_per_worker, is_on=config.energy.energy
         )
-        self._keeper = self._resources.enter_context(closing(keeper))
-        self._set_up.done("joining")
+        self._node_recorder = self._resources.enter_context(closing(node_recorder))
+        self._setup_times.done("joining")
 
     def _prepare_data(self, task: Task) -> None:
         """Fetch the task's data once on each node, and stage it where that is asked for."""
@@ -189,11 +194,11 @@ class Trainer:
         with self.world.once_per_node() as is_fetcher:
             if is_fetcher:
                 fetched = task.fetch()
-        self._set_up.done("fetching")
-        staged = staged_task(self.config.command, task, fetched, self.world, lambda: self._flag.signal_number)
+        self._setup_times.done("fetching")
+        staged = staged_task(self.config.command, task, fetched, self.world, lambda: self._stop_flag.signal_number)
         self.task, sentences = self._resources.enter_context(staged)
         self._notices += [Notice(kind="info", text=text) for text in sentences]
-        self._set_up.done("staging")
+        self._setup_times.done("staging")
 
     def _build(self) -> None:
         """Build the model with its optimizer, the loader and the validation; find the batch that fits."""
@@ -207,10 +212,10 @@ class Trainer:
             explain() if calls_model else nullcontext(),
         ):
             strategy = strategy_class(self.plan.layout)(world, self.plan, task, config)
-        seed_generators(derive_seed(seed, "worker", world.draws))  # each rank draws its own dropout
-        self._set_up.done("model")
+        seed_generators(derive_seed(seed, "worker", world.random_stream))  # each rank draws its own dropout
+        self._setup_times.done("model")
         self._loader = loader = make_loader(config, self.plan, task, world)
-        self._set_up.done("data")
+        self._setup_times.done("data")
         self._state = RunState(
             progress=Progress(),
             strategy=strategy,
@@ -225,25 +230,26 @@ class Trainer:
             resident=self.plan.loader == "resident",
             num_loader_workers=_num_loader_workers(config, world),
             make_batch=make_batch(task),
-            together=strategy.is_sharded,
+            is_sharded=strategy.is_sharded,
         )
         self._closing.callback(self._validation.close)
         self._closing.callback(loader.close)
         plan = self.plan
         if strategy.has_own_optimizer:
-            plan = with_own_optimizer(config, plan, type(strategy.optimizer).__name__)
+            plan = with_task_optimizer(config, plan, type(strategy.optimizer).__name__)
         if config.batch.batch_size == "auto":
             with explain():
                 plan = find_micro_batch_size(config, plan, strategy, loader)
-            self._set_up.done("batch size")
+            self._setup_times.done("batch size")
         self.plan = with_layers(config, plan, **strategy.layer_kinds(), loss_reduction=task.loss_reduction)
 
     def _check(self) -> None:
         """Run the first batches and undo them, before the run has a folder."""
         config, plan, strategy, loader = self.config, self.plan, self._strategy, self._loader
-        grown = max(map(plan.at_epoch, (stage.first_epoch for stage in plan.stages)), key=lambda at: at.batch_per_pass)
+        plans = [plan.at_epoch(stage.first_epoch) for stage in plan.stages]
+        grown = max(plans, key=lambda each: each.micro_batch_size)
         largest = replace(loader.share, global_batch_size=grown.global_batch_size, accumulate=grown.accumulate)
-        is_larger = grown.batch_per_pass > plan.batch_per_pass and not strategy.is_sharded
+        is_larger = grown.micro_batch_size > plan.micro_batch_size and not strategy.is_sharded
         check_streams(self.task, self.world, loader, self._validation)
         with explain_out_of_memory(config, plan, self.world.device, has_model=True):
             needs_no_warm_up = self.world.size == 1 and self.world.device.type == "cpu" and not plan.compile
@@ -257,28 +263,28 @@ class Trainer:
                 is_resumed=config.resumed is not None,
             )
         if config.resumed is None:
-            check_lone_samples(strategy, loader, plan, Progress(), self._checked_steps)
-        self._set_up.done("first passes")
+            check_single_samples(strategy, loader, plan, Progress(), self._checked_steps)
+        self._setup_times.done("first passes")  # stored name
 
     def _open_run(self) -> None:
         """Open the run folder, and restore the checkpoint of a run that is resumed."""
         config, profile = self.config, self.config.command.profile
         self._profile_spec = spec = None if profile is None else parse_profile(profile)
         record_for_nsight(is_asked=spec is not None and spec.nvtx)  # refuses before there is a run folder
-        self._records = RunRecorder(config, self.plan, self.world, self._state, self._set_up, self._keeper)
+        self._records = RunRecorder(config, self.plan, self.world, self._state, self._setup_times, self._node_recorder)
         try:
             self._records.restore()
             self._has_nothing_to_do = self._records.is_past_end
             if self._has_nothing_to_do:
-                self._records.close_untouched()
+                self._records.close_unchanged()
                 return
             if config.resumed is not None:
                 progress = self._state.progress
-                check_lone_samples(self._strategy, self._loader, self.plan, progress, self._checked_steps)
+                check_single_samples(self._strategy, self._loader, self.plan, progress, self._checked_steps)
         except BaseException:
             self._records.close()
             raise
-        self._set_up.done("run folder")
+        self._setup_times.done("run folder")
 
 
 def _exit_code(outcome: Outcome) -> int:
@@ -290,7 +296,7 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 def _require_same_plan(plan: Plan, world: World) -> None:
-    """What follows from a node's own devices must follow on every node."""
+    """Refuse nodes whose devices or data lead to different plans."""
     layout = plan.layout
     world.require_same(
         {
@@ -348,17 +354,17 @@ def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Lo
             world.device,
             min(1, num_workers),
             make_batch(task),
-            goes_on=config.batch.epoch_samples is not None,
+            repeat=config.batch.epoch_samples is not None,
         )
     return StreamedLoader(data, share, seed, num_draws, task.augment, world.device, num_workers, make_batch(task))
 
 
 def make_batch(task: Task) -> Collate:
-    """How samples become a batch; the task itself is sent to loading processes only where it says how."""
+    """The collate function; only a task that defines one is sent to loading processes."""
     return collate if type(task).collate is Task.collate else task.collate
 
 
 def _num_loader_workers(config: TrainConfig, world: World) -> int:
     if config.speed.loader_workers is not None:
         return config.speed.loader_workers
-    return min(8, max(1, num_cores() // world.place.local_size - 1))
+    return min(8, max(1, num_cores() // world.rank_info.local_size - 1))

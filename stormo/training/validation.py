@@ -1,7 +1,7 @@
 """Exact validation: every sample counts once, and the result does not depend on the number of workers.
 
-The validation set has fixed batches, which the ranks take in turn. Each batch's sums go into a slot of their own, so
-that adding the ranks' tables only fills slots; the final sum is exact (`math.fsum`).
+The validation set has fixed batches, which the ranks take in turn. The sums of each batch are a row of a table, so that
+adding the ranks' tables only fills rows; the final sum is exact (`math.fsum`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch.utils.data import DataLoader
 
 from stormo.config.plan import no_validation_samples
 from stormo.data.batches import Collate, collate, move
-from stormo.data.iterables import batches_in_turn
 from stormo.data.order import derive_seed
-from stormo.data.reading import is_stream, known_length
-from stormo.data.streaming import answered, shut_down, stream
+from stormo.data.processes import raise_forwarded, shut_down
+from stormo.data.reading import is_stream, key_loader, known_length, round_robin_loader
 from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.tasks.metrics import COUNT_OF, compute, held_metrics, read_metrics
 from stormo.tasks.task import Task
 
-# A batch's slot and its data; a rank without a batch gets a stand-in without a slot, to learn what is measured.
+# The number of a batch and its data. A rank without any batch gets one without a number, to learn the metrics' names.
 _Turn = tuple[int | None, Any]
+_Names = tuple[list[str], list[str]]  # of sums, of metric objects
 Sums = dict[str, Tensor]
 
 
 class Validation:
-    """The validation set as fixed batches, of which this rank computes every world-size-th."""
+    """The validation set as fixed batches, of which this rank computes every n-th on n ranks."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Validation:
         resident: bool = True,
         num_loader_workers: int = 0,
         make_batch: Collate = collate,
-        together: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         self._task = task
-        self._together = together  # a sharded model is called by all ranks at once, or by none
+        self._is_sharded = is_sharded  # then all ranks call the model at once, or none
         self._world = world
         self._is_stream = is_stream(data)
         self._objects: dict[str, Any] = {}  # metrics with a state, as last returned
@@ -56,7 +56,7 @@ class Validation:
         self.num_batches = math.ceil(self.num_samples / batch_size)
         self._batches: Iterable[Any]
         if self._is_stream:
-            self._batches = batches_in_turn(
+            self._batches = round_robin_loader(
                 data, batch_size, world.data.rank, world.data.size, world.device, num_loader_workers, make_batch
             )
             return
@@ -67,7 +67,7 @@ class Validation:
             self._batches = [tuple(t[span.start : span.stop] for t in tensors) for span in spans]
         else:
             keys = [[(i, derive_seed("validation", i)) for i in span] for span in spans]
-            self._batches = stream(data, keys, world.device, num_loader_workers, make_batch)
+            self._batches = key_loader(data, keys, world.device, num_loader_workers, make_batch)
 
     @property
     def num_rounds(self) -> int:
@@ -75,16 +75,16 @@ class Validation:
         return math.ceil(self.num_batches / self._world.data.size)
 
     def run(
-        self, model: nn.Module, autocast: Callable[[], Any], look: Callable[[Any, Sums], None] | None = None
+        self, model: nn.Module, autocast: Callable[[], Any], on_batch: Callable[[Any, Sums], None] | None = None
     ) -> Iterator[dict[str, float] | None]:
         """Yield None after every round but the last, and the metrics of all samples after the last.
 
-        The caller may stop between rounds; all ranks yield equally often. `look` gets every batch and its sums, while
-        the model is in eval mode.
+        The caller may stop between rounds; all ranks yield equally often. `on_batch` gets every batch and its sums,
+        while the model is in eval mode.
         """
-        rows: dict[int, Tensor] = {}  # slot -> sums
+        rows: dict[int, Tensor] = {}  # by the number of the batch
         last: Any = None
-        names: tuple[list[str], list[str]] | None = None  # of sums, of objects
+        names: _Names | None = None
         was_training = model.training
         model.eval()
         self._reset()
@@ -93,28 +93,28 @@ class Validation:
                 if number:
                     yield None
                 if turn is None:
-                    if self._together:
-                        self._call_along(model, autocast, last)
+                    if self._is_sharded:
+                        self._call_again(model, autocast, last)
                     continue
-                slot, data = turn
+                index, data = turn
                 with torch.no_grad(), autocast():
-                    batch = last = move(answered(data), self._world.device)
+                    batch = last = move(raise_forwarded(data), self._world.device)
                     sums, objects = read_metrics(self._task, self._task.metrics(model, batch), self._world.device)
-                    if look is not None:
-                        look(batch, sums)
+                    if on_batch is not None:
+                        on_batch(batch, sums)
                 names = self._same_names(names, (sorted(sums), sorted(objects)))
                 self._same_objects(objects, is_first=not rows)
-                if slot is None:
+                if index is None:
                     self._reset()
                 else:
-                    rows[slot] = torch.stack([sums[name] for name in names[0]]) if sums else torch.empty(0)
+                    rows[index] = torch.stack([sums[name] for name in names[0]]) if sums else torch.empty(0)
         finally:
             model.train(was_training)
         assert names is not None
         yield self._total(names, rows)
 
-    def _call_along(self, model: nn.Module, autocast: Callable[[], Any], batch: Any) -> None:
-        """Compute a batch again, without effect, for the ranks that have one left."""
+    def _call_again(self, model: nn.Module, autocast: Callable[[], Any], batch: Any) -> None:
+        """Compute a batch again, without effect, with the ranks that have one left."""
         metrics = [*held_metrics(self._task), *self._objects.values()]
         before = [copy.deepcopy(metric.__dict__) for metric in metrics]
         with torch.no_grad(), autocast():
@@ -129,13 +129,13 @@ class Validation:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the set is read in order."""
+        """Whether the set has no index."""
         return self._is_stream
 
     def start(self) -> Any:
         """The first batch of a stream, on every rank; None if it is empty."""
         _, data = next(iter(self._batches), (0, None))
-        return answered(data)
+        return raise_forwarded(data)
 
     def _turns(self) -> Iterator[_Turn | None]:
         """This rank's batch of every round, None where the round has none for it."""
@@ -175,9 +175,7 @@ class Validation:
             metric.to(self._world.device)
             metric.reset()
 
-    def _same_names(
-        self, before: tuple[list[str], list[str]] | None, now: tuple[list[str], list[str]]
-    ) -> tuple[list[str], list[str]]:
+    def _same_names(self, before: _Names | None, now: _Names) -> _Names:
         if before is not None and before != now:
             raise SettingError(
                 f"{type(self._task).__name__}.metrics() returned {_listed(before)} for one batch",
@@ -196,14 +194,14 @@ class Validation:
                 )
         self._objects = dict(objects)
 
-    def _total(self, names: tuple[list[str], list[str]], rows: dict[int, Tensor]) -> dict[str, float]:
+    def _total(self, names: _Names, rows: dict[int, Tensor]) -> dict[str, float]:
         world = self._world
         gathered = world.gather_objects(names)
         for main, other in world.broadcast_object([[gathered[0], theirs] for theirs in gathered] if gathered else None):
             self._same_names((main[0], main[1]), (other[0], other[1]))
         table = torch.zeros(self.num_batches, len(names[0]), dtype=torch.float64, device=world.device)
-        for slot, row in rows.items():
-            table[slot] = row
+        for index, row in rows.items():
+            table[index] = row
         columns = world.data.sum(table).T.tolist() if names[0] else []
         sums = {name: math.fsum(column) for name, column in zip(names[0], columns, strict=True)}
         counts = {name: sums.pop(COUNT_OF + name) for name in names[0] if COUNT_OF + name in sums}
@@ -214,9 +212,9 @@ class Validation:
         for name in names[1]:
             found |= compute(name, self._objects[name], world)
         # Ranks that share a model may round differently, and all must decide alike when to stop.
-        return dict(world.broadcast_object(found)) if self._together else found
+        return dict(world.broadcast_object(found)) if self._is_sharded else found
 
 
-def _listed(names: tuple[list[str], list[str]]) -> str:
+def _listed(names: _Names) -> str:
     shown = [f"{name} with its count" if COUNT_OF + name in names[0] else name for name in names[0]]
     return ", ".join([*(name for name in shown if not name.startswith(COUNT_OF)), *names[1]]) or "nothing"

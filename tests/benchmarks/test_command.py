@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError
 import pytest
 import torch
 
-from benchmarks.command import numbers, relative_difference, result_line, spaced
+from benchmarks.command import aligned, numbers, relative_difference, result_line
 
 
 def test_difference_is_relative_to_the_largest_value_of_each_tensor() -> None:
@@ -46,4 +46,4 @@ def test_world_sizes_are_whole_numbers_above_zero() -> None:
 
 
 def test_columns_are_aligned() -> None:
-    assert spaced([["a", "long"], ["wide", "b"]]) == ["a     long", "wide     b"]
+    assert aligned([["a", "long"], ["wide", "b"]]) == ["a     long", "wide     b"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compression
-from benchmarks.turns import Times, take_turns
+from benchmarks.paired_timing import Times, take_turns
 from stormo.distributed.world import World
 
 OPTIONS = argparse.Namespace(rank=1, width=8, batch_size=4, rate_mbit=100, steps=2)

@@ -14,12 +14,9 @@ from benchmarks.hostile.__main__ import outcomes
 
 _CHOSEN = (
     "summary.json is a pipe",
-    "summary.json: world_size is a text",
     "events.jsonl is a sparse file of 1 TB",
     "events.jsonl: a step of 4000 digits",
-    "nodes: start with num_nodes a billion",
     "config.toml: a key of 60000 parts",
-    "escapes in summary.json",
     "the page is written through a link",
     "model: tensors that share bytes",
     "a digest of other weights",
@@ -49,9 +46,9 @@ def test_there_are_hundreds_of_cases_and_a_few_of_them_hold(folder: Path) -> Non
 def test_what_gets_through_is_noticed(folder: Path) -> None:
     healthy = folder / "healthy" / "good"
 
-    def harmless(place: files.CaseFolders) -> None:
-        place.precious.unlink()
-        place.marker.touch()
+    def harmful(folders: files.CaseFolders) -> None:
+        folders.precious.unlink()
+        folders.marker.touch()
 
-    verdict = files._try(folder, healthy, files.Case(name="none", change=harmless, verbs=("show",)))
+    verdict = files._try(folder, healthy, files.Case(name="none", change=harmful, verbs=("show",)))
     assert outcomes(verdict) == ["code_run", "deleted", "wrongly_accepted"]

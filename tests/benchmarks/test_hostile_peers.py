@@ -1,4 +1,4 @@
-"""The strangers of the benchmark are real ones: against something careless they get in, and are seen to."""
+"""The attackers of the benchmark are real ones: against something careless they get in, and are seen to."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.hostile import strangers
+from benchmarks.hostile import intruder
 from benchmarks.hostile.peers import _job, _leaked, _refused
 
 
 def test_a_planted_pickle_leaves_its_mark_where_it_is_run(tmp_path: Path) -> None:
-    pickle.loads(strangers.planted(str(tmp_path / "marker")))
+    pickle.loads(intruder.planted(str(tmp_path / "marker")))
     assert (tmp_path / "marker").exists()
 
 
 def test_an_open_store_is_written_to() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert strangers.write_to_store([("127.0.0.1", store.port)], {"stormo/words/a": b"mine"}) == 1
-    assert dist.PrefixStore("words", dist.PrefixStore("stormo", store)).get("a") == b"mine"
+    assert intruder.write_to_store([("127.0.0.1", store.port)], {"stormo/world/a": b"mine"}) == 1
+    assert dist.PrefixStore("world", dist.PrefixStore("stormo", store)).get("a") == b"mine"
 
 
 def test_a_channel_that_talks_to_anybody_is_found_out() -> None:
@@ -40,10 +40,10 @@ def test_a_channel_that_talks_to_anybody_is_found_out() -> None:
 
         thread = threading.Thread(target=welcome)
         thread.start()
-        heard = strangers.say(careless.getsockname(), b"{}\n")
+        heard = intruder.send(careless.getsockname(), b"{}\n")
         thread.join()
     assert _leaked(heard)
-    assert not _leaked('{"type":"challenge"}\n{"type":"stranger"}\n')
+    assert not _leaked('{"type":"challenge"}\n{"type":"unauthenticated"}\n')
 
 
 _CARELESS = """
@@ -56,7 +56,7 @@ for _ in range(2000):
 """
 
 
-def test_what_a_stranger_brings_about_is_judged(tmp_path: Path) -> None:
+def test_what_an_attacker_brings_about_is_judged(tmp_path: Path) -> None:
     with _job(tmp_path, [[sys.executable, "-c", _CARELESS]]) as job:
         job.suffers("nothing", lambda: None)
         job.suffers("code", job.marker.touch)
@@ -79,11 +79,11 @@ def test_a_job_that_is_to_refuse_must_name_a_remedy(tmp_path: Path) -> None:
     assert _refused(tmp_path, "case", [sys.executable, "-c", "raise ValueError"], "").traceback
 
 
-def test_the_stranger_cannot_open_what_is_private() -> None:
+def test_the_attacker_cannot_open_what_is_private() -> None:
     if os.geteuid() != 0:
         return
-    code = "from benchmarks.hostile import strangers; import json; strangers.become(); "
-    code += f"print(json.dumps(strangers.open_private([{os.getpid()}], ['environ'])))"
+    code = "from benchmarks.hostile import intruder; import json; intruder.become(); "
+    code += f"print(json.dumps(intruder.open_private([{os.getpid()}], ['environ'])))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
-    assert strangers.open_private([os.getpid()], ["environ"])
+    assert intruder.open_private([os.getpid()], ["environ"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,21 @@ def test_nothing_has_grown_unnoticed() -> None:
     assert not grown, (
         f"{grown}: take something out, or store the counts (`python -m benchmarks.house --write`) and say why"
     )
+
+
+def test_the_architecture_page_lists_every_private_name() -> None:
+    page = (house.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Private names")[2]
+    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| `")]
+    modules = house.read_package()
+    own = house.own_private_names(modules)
+    found = {(str(module.path), name) for module in modules for name in house.private_names(module.tree, own)}
+    missing = {
+        (path, name)
+        for path, name in found
+        if not any(re.search(rf"[`.]{re.escape(name.rpartition('.')[2])}\b", row[0]) and path in row[1] for row in rows)
+    }
+    assert not missing
+    assert all((house.ROOT / test).is_file() for row in rows for test in re.findall(r"tests/[\w/]+\.py", row[-1]))
 
 
 @pytest.mark.parametrize(

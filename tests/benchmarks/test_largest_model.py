@@ -14,7 +14,7 @@ from benchmarks.largest_model import Try, num_parameters, result, too_large, tra
 GIB = 2**30
 
 
-def test_what_cannot_fit_is_told_by_arithmetic() -> None:
+def test_what_cannot_fit_is_known_by_arithmetic() -> None:
     needed = 16 * num_parameters("6.7b")
     assert too_large("6.7b", "plain", needed, 0) == ""
     assert too_large("6.7b", "plain", 80 * GIB, 1e15) == "needs 96 GiB of the 80 of the device"
@@ -24,7 +24,7 @@ def test_what_cannot_fit_is_told_by_arithmetic() -> None:
 
 def test_presets_are_tried_from_the_largest_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(way: str, preset: str, *_: object) -> Try:
-        return Try(way=way, preset=preset, fits=preset != "2.7b", told="")
+        return Try(way=way, preset=preset, fits=preset != "2.7b", note="")
 
     monkeypatch.setattr(largest_model, "attempt", attempt)
     options, later_s = argparse.Namespace(presets=["125m", "350m", "1b", "2.7b"]), time.monotonic() + 60
@@ -38,7 +38,7 @@ def test_presets_are_tried_from_the_largest_until_one_fits(monkeypatch: pytest.M
         ("125m", True),
     ]
     late = tries_of("both", options, (1e15, 1e15), time.monotonic() - 1)
-    assert [one.told for one in late] == ["not known: the budget of time is spent"] * 4
+    assert [one.note for one in late] == ["not known: the budget of time is spent"] * 4
     words = result([*found, *late]).split()
     assert words[:3] == ["RESULT", "plain=1b", f"plain_parameters={num_parameters('1b')}"]
     assert words[-2:] == ["both=none", "both_parameters=0"]

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from benchmarks import local_sgd
-from benchmarks.turns import Times, take_turns
+from benchmarks.paired_timing import Times, take_turns
 from stormo.distributed.world import World
 
 OPTIONS = argparse.Namespace(average_every=2, width=8, batch_size=4, rate_mbit=100, steps=4)

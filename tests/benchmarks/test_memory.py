@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import held_bytes, memory
-from stormo.tasks.gpt_sizes import Size
+from stormo.tasks.language_model import Size
 
 SMALL = Size(num_layers=2, width=32, num_heads=4, block=8)
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.mesh_bytes import Row, every_row, measure
-from stormo.tasks.gpt_sizes import SIZES
+from stormo.tasks.language_model import SIZES
 
 NUM_PARAMETERS = SIZES["tiny"].num_parameters(block=SIZES["tiny"].block, vocabulary=256)
 

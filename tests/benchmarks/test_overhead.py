@@ -1,15 +1,11 @@
-"""The comparison with a hand-written loop, in a tiny setting; how fast it is here is not what is tested."""
+"""The comparison with a hand-written loop, from made-up times."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
-from benchmarks.overhead import PROMISED
-from benchmarks.turns import ratios
-
-ROOT = Path(__file__).parents[2]
+from benchmarks import overhead
+from benchmarks.paired_timing import Times, ratios
 
 
 def test_ratio_is_above_one_when_stormo_takes_less_time() -> None:
@@ -17,12 +13,16 @@ def test_ratio_is_above_one_when_stormo_takes_less_time() -> None:
     assert (median, lower, upper) == (3.0, 2.5, 3.5)
 
 
-def test_both_sides_run_and_the_exit_code_tells_whether_the_promise_was_kept() -> None:
-    command = [sys.executable, "-m", "benchmarks.overhead", "--pairs", "2", "--steps", "2", "--batch-size", "4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("RESULT "), done.stderr
-    figures = {name: float(value) for name, value in (word.split("=") for word in last.split()[1:])}
-    assert figures["pairs"] == 2
-    assert figures["q25"] <= figures["median_ratio"] <= figures["q75"]
-    assert done.returncode == (0 if figures["median_ratio"] >= PROMISED else 1)
+@pytest.mark.parametrize(("hand_written_s", "code"), [(1.0, 0), (0.97, 1)])
+def test_the_exit_code_says_whether_the_promise_was_kept(
+    hand_written_s: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = [[1.0, hand_written_s, hand_written_s]] * 2
+    monkeypatch.setattr(overhead, "times_of_workers", lambda *_: Times(wall_s=times, cpu_s=times))
+    assert overhead.main([]) == code
+    last = capsys.readouterr().out.splitlines()[-1]
+    ratio = f"{hand_written_s:g}"
+    assert last == (
+        f"RESULT median_ratio={ratio} q25={ratio} q75={ratio} pairs=2 same_ddp_median_ratio={ratio} "
+        f"cpu_median_ratio={ratio}"
+    )

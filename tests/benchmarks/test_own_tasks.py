@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.own_tasks import __main__, scripts, tasks
-from benchmarks.own_tasks.outcome import Outcome
-from benchmarks.own_tasks.tasks import Case
+from benchmarks.own_tasks.tasks import Case, Outcome
 
 TWO = ((2, ""),)
 
 
 def test_a_token_mean_is_refused_and_with_its_count_it_is_equal(tmp_path: Path) -> None:
-    refused, equal = tasks.run(tmp_path, [Case("TokenMean", TWO, words=("(loss, count)",)), Case("TokenCount", TWO)])
+    refused, equal = tasks.run(tmp_path, [Case("TokenMean", TWO, refusal=("(loss, count)",)), Case("TokenCount", TWO)])
     assert (refused.verdict, equal.verdict) == ("refused", "equal")
     assert "return (loss, count)" in refused.detail
 

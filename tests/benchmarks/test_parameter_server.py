@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import parameter_server
-from benchmarks.turns import Times
+from benchmarks.paired_timing import Times
 
 OPTIONS = argparse.Namespace(pairs=1, steps=3, width=8, batch_size=4, delay_ms=1.0, staleness=2)
 

@@ -38,9 +38,16 @@ from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
 from stormo.parallel.parameter_shards import ParameterShard
-from stormo.training.progress import Progress
-from stormo.training.state import RunState
-from tests.checkpoint.fake_spread import MESHES, FakeSpread, Model, read_chunk, read_tensor, require_whole, whole_values
+from stormo.training.state import Progress, RunState
+from tests.checkpoint.fake_sharded import (
+    MESHES,
+    FakeSharded,
+    Model,
+    read_chunk,
+    read_tensor,
+    require_whole,
+    whole_values,
+)
 
 Ranks = Callable[..., list[Any]]
 # Every mesh with an optimizer, so that each kind of state is cut in several ways.
@@ -55,17 +62,17 @@ def saving(step: int) -> RetentionPolicy:
     return RetentionPolicy(step=step, identity="run", keep_last=9)
 
 
-def run_state(strategy: FakeSpread, step: int = 0) -> RunState:
+def run_state(strategy: FakeSharded, step: int = 0) -> RunState:
     loss_sum = torch.tensor(1.0 + strategy.world.rank, dtype=torch.float64)
     return RunState(progress=Progress(step=step), strategy=strategy, loss_sum=loss_sum)  # type: ignore[arg-type]
 
 
-def save(strategy: FakeSpread, folder: str, step: int, *, in_background: bool = False) -> str:
+def save(strategy: FakeSharded, folder: str, step: int, *, in_background: bool = False) -> str:
     """Save under the strategy's mesh; the path on all workers."""
     world = strategy.world
     one = Saver(world, in_background=in_background)
     one.begin(run_state(strategy, step).content(world, 0), Path(folder) if world.is_main else None, saving(step))
-    one.settle()
+    one.wait()
     done = one.finished()
     assert (done is None) is not world.is_main
     path: str = world.broadcast_object(None if done is None else str(done.saved.path))
@@ -75,7 +82,7 @@ def save(strategy: FakeSpread, folder: str, step: int, *, in_background: bool = 
 def _save_all(world: World, folder: str, cases: list[tuple[int, str, str]]) -> list[str]:
     paths = []
     for seed, mesh, optimizer in cases:
-        strategy = FakeSpread(world, mesh, optimizer)
+        strategy = FakeSharded(world, mesh, optimizer)
         strategy.fill(seed)
         paths.append(save(strategy, f"{folder}/{mesh}", seed, in_background=bool(seed % 2)))
     return paths
@@ -85,7 +92,7 @@ def _take_all(world: World, folder: str, mesh: str, sources: list[tuple[int, str
     """Take up every checkpoint under a mesh; under one of them, save it again from there."""
     again = []
     for seed, optimizer, path in sources:
-        strategy = FakeSpread(world, mesh, optimizer)
+        strategy = FakeSharded(world, mesh, optimizer)
         state = run_state(strategy)
         state.restore(world, Path(path), 0)
         strategy.require(seed)
@@ -94,7 +101,7 @@ def _take_all(world: World, folder: str, mesh: str, sources: list[tuple[int, str
     return again
 
 
-def test_every_mesh_takes_up_what_every_mesh_has_saved_to_the_last_bit(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_every_mesh_restores_what_every_mesh_has_saved_to_the_last_bit(run_ranks: Ranks, tmp_path: Path) -> None:
     sources: list[tuple[int, str, str]] = [(0, "adamw", str(_whole(tmp_path / "one", "adamw", 0)))]
     for size in (2, 3, 4):
         cases = [case for case in CASES if MESHES[case[1]].size == size]
@@ -128,14 +135,14 @@ def _whole(folder: Path, optimizer: str, seed: int) -> Path:
 
 def _own_things(world: World, folder: str) -> tuple[Any, ...]:
     """What a worker has of its own, saved and taken up by the same mesh, then by another one."""
-    strategy = FakeSpread(world, "stages of rows")
+    strategy = FakeSharded(world, "stages of rows")
     strategy.fill(1)
     torch.manual_seed(100 + world.rank)
     path = save(strategy, folder, 1)
     drawn = torch.rand(3).numpy()
     found = []
     for mesh in ("stages of rows", "rows 4"):
-        again = FakeSpread(world, mesh)
+        again = FakeSharded(world, mesh)
         state = run_state(again)
         state.restore(world, Path(path), 0)
         buffers = {name: buffer.numpy().copy() for name, buffer in again.named_buffers()}
@@ -143,7 +150,7 @@ def _own_things(world: World, folder: str) -> tuple[Any, ...]:
     return drawn, *found
 
 
-def test_the_same_mesh_goes_on_exactly_and_another_with_means_and_new_generators(
+def test_the_same_mesh_resumes_exactly_and_another_with_means_and_new_generators(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
     results = run_ranks(_own_things, 4, str(tmp_path))
@@ -164,7 +171,7 @@ def test_the_same_mesh_goes_on_exactly_and_another_with_means_and_new_generators
 
 def _second_chunks(world: World, folder: str) -> str:
     """A worker that holds two chunks of one parameter."""
-    strategy = FakeSpread(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
+    strategy = FakeSharded(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
     whole = torch.arange(18.0).reshape(6, 3)
     strategy._parts = [
         ParameterShard(
@@ -182,9 +189,9 @@ def _second_chunks(world: World, folder: str) -> str:
         part.local.data.copy_(part.of(whole))
         strategy.optimizer.state[part.local]["momentum_buffer"] = -part.of(whole).clone()
     path = save(strategy, folder, 1)
-    again = FakeSpread(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
+    again = FakeSharded(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
     run_state(again).restore(world, Path(path), 0)
-    (part,) = again.parts()
+    (part,) = again.shards()
     assert torch.equal(part.local, part.of(whole))
     assert torch.equal(again.optimizer.state[part.local]["momentum_buffer"], -part.of(whole))
     return path
@@ -205,7 +212,7 @@ def test_a_worker_may_hold_several_boxes_of_one_parameter(run_ranks: Ranks, tmp_
 def _digests(world: World, folder: str, limit_bytes: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "LARGEST_READ_BACK_BYTES", limit_bytes)
-        strategy = FakeSpread(world, "rows 2")
+        strategy = FakeSharded(world, "rows 2")
         strategy.fill(1)
         return save(strategy, folder, 1)
 
@@ -221,7 +228,7 @@ def test_the_digest_is_that_of_one_process_unless_the_model_is_large(run_ranks: 
 # --- failures ---
 
 
-def _told(call: Callable[[], object]) -> tuple[str, int]:
+def _error_of(call: Callable[[], object]) -> tuple[str, int]:
     try:
         call()
     except StormoError as error:
@@ -230,7 +237,7 @@ def _told(call: Callable[[], object]) -> tuple[str, int]:
 
 
 def _cannot_write(world: World, folder: str, in_background: bool) -> tuple[str, int]:
-    strategy = FakeSpread(world, "rows 3")
+    strategy = FakeSharded(world, "rows 3")
     strategy.fill(1)
     save(strategy, folder, 1)
 
@@ -242,16 +249,16 @@ def _cannot_write(world: World, folder: str, in_background: bool) -> tuple[str, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stormo.checkpoint.writer.write_file", full)
-        return _told(lambda: save(strategy, folder, 2, in_background=in_background))
+        return _error_of(lambda: save(strategy, folder, 2, in_background=in_background))
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_of_one_worker_ends_the_save_on_all_in_its_words(
+def test_a_full_disk_of_one_worker_ends_the_save_on_all_with_its_error(
     run_ranks: Ranks, tmp_path: Path, in_background: bool
 ) -> None:
-    told = set(run_ranks(_cannot_write, 3, str(tmp_path), in_background))
-    assert len(told) == 1
-    ((text, exit_code),) = told
+    errors = set(run_ranks(_cannot_write, 3, str(tmp_path), in_background))
+    assert len(errors) == 1
+    ((text, exit_code),) = errors
     assert text.startswith(f"Rank 1's part of the checkpoint of step 2 could not be written to {tmp_path} (No space")
     assert text.endswith("checkpoints are untouched: make room, then resume (a run: with --resume).")
     assert exit_code == 1
@@ -260,39 +267,39 @@ def test_a_full_disk_of_one_worker_ends_the_save_on_all_in_its_words(
 
 
 def _not_seen(world: World, folder: str) -> tuple[str, int]:
-    strategy = FakeSpread(world, "rows 2")
+    strategy = FakeSharded(world, "rows 2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saver, "_SEEN_WITHIN_S", 0.1)
         if world.rank == 1:
             patch.setattr(ranks.Path, "is_dir", lambda self: False)
-        return _told(lambda: save(strategy, folder, 1))
+        return _error_of(lambda: save(strategy, folder, 1))
 
 
 def test_a_worker_that_does_not_see_the_folder_is_named_by_all_before_anything_is_written(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    told = run_ranks(_not_seen, 2, str(tmp_path))
-    assert told[0] == told[1]
-    assert "rank 1 on host localhost does not see it; set --runs-folder to a folder that all nodes see." in told[0][0]
-    assert told[0][1] == SettingError.exit_code
+    errors = run_ranks(_not_seen, 2, str(tmp_path))
+    assert errors[0] == errors[1]
+    assert "rank 1 on host localhost does not see it; set --runs-folder to a folder that all nodes see." in errors[0][0]
+    assert errors[0][1] == SettingError.exit_code
     assert listed(tmp_path) == []
 
 
 def _forgets(world: World, folder: str) -> tuple[str, int]:
-    strategy = FakeSpread(world, "rows 2")
+    strategy = FakeSharded(world, "rows 2")
     if world.rank == 1:
-        strategy._parts = [part for part in strategy.parts() if part.name != "first.weight"]
+        strategy._parts = [part for part in strategy.shards() if part.name != "first.weight"]
         strategy.optimizer = torch.optim.SGD([part.local for part in strategy._parts], lr=1.0)
-    return _told(lambda: save(strategy, folder, 1))
+    return _error_of(lambda: save(strategy, folder, 1))
 
 
 def test_chunks_that_do_not_make_a_whole_are_not_published(run_ranks: Ranks, tmp_path: Path) -> None:
     for text, _ in run_ranks(_forgets, 2, str(tmp_path)):
-        assert "is incomplete (the chunks of 'first.weight' do not cover its shape [7, 6] exactly once)" in text
+        assert "are incomplete (the chunks of 'first.weight' do not cover its shape [7, 6] exactly once)" in text
     assert listed(tmp_path) == []
 
 
-def _takes(world: World, path: str, module: str = "") -> tuple[str, int]:
+def _restores(world: World, path: str, module: str = "") -> tuple[str, int]:
     modules = {"": Model(), "more": nn.Sequential(Model(), nn.Linear(2, 2)), "wider": nn.Linear(2, 2)}
     if module == "less":
         modules["less"] = Model()
@@ -300,8 +307,8 @@ def _takes(world: World, path: str, module: str = "") -> tuple[str, int]:
     if module == "wider":
         modules["wider"] = Model()
         modules["wider"].first = nn.Linear(6, 9)
-    strategy = FakeSpread(world, "rows 2", module=modules[module])
-    return _told(lambda: run_state(strategy).restore(world, Path(path), 0))
+    strategy = FakeSharded(world, "rows 2", module=modules[module])
+    return _error_of(lambda: run_state(strategy).restore(world, Path(path), 0))
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +327,7 @@ def saved(run_ranks: Ranks, tmp_path: Path, _saved_once: Path) -> Path:
 
 
 def _two_steps(world: World, folder: str) -> str:
-    strategy = FakeSpread(world, "rows 3")
+    strategy = FakeSharded(world, "rows 3")
     for step in (0, 1):
         strategy.fill(step)
         path = save(strategy, folder, step)
@@ -338,12 +345,12 @@ def _two_steps(world: World, folder: str) -> str:
 def test_a_checkpoint_of_another_model_is_refused_by_all(
     run_ranks: Ranks, saved: Path, module: str, words: str
 ) -> None:
-    told = run_ranks(_takes, 2, str(saved), module)
-    assert told[0] == told[1]
-    assert words in told[0][0]
+    errors = run_ranks(_restores, 2, str(saved), module)
+    assert errors[0] == errors[1]
+    assert words in errors[0][0]
 
 
-def test_a_flipped_bit_in_the_part_of_one_worker_is_told_by_all_with_the_good_one(
+def test_a_flipped_bit_in_the_part_of_one_worker_is_reported_by_all_with_the_good_one(
     run_ranks: Ranks, saved: Path
 ) -> None:
     shard = saved / "shard-00002.safetensors"  # which the first of two workers does not read
@@ -352,11 +359,13 @@ def test_a_flipped_bit_in_the_part_of_one_worker_is_told_by_all_with_the_good_on
         (chunk,) = reader.rank_index(2)["optimizer"]["first.weight|exp_avg"].chunks
     assert isinstance(chunk, StoredChunk)
     shard.write_bytes(good[: chunk.start] + bytes([good[chunk.start] ^ 1]) + good[chunk.start + 1 :])
-    told = run_ranks(_takes, 2, str(saved))
-    assert told[0] == told[1]
-    assert told[0][0].startswith(f"{shard}: the SHA-256 of its bytes ")
-    assert told[0][0].endswith(f"the newest good checkpoint is that of step 0: --resume {saved.parent}/step-00000000.")
-    assert told[0][1] == CorruptCheckpointError.exit_code
+    errors = run_ranks(_restores, 2, str(saved))
+    assert errors[0] == errors[1]
+    assert errors[0][0].startswith(f"{shard}: the SHA-256 of its bytes ")
+    assert errors[0][0].endswith(
+        f"the newest good checkpoint is that of step 0: --resume {saved.parent}/step-00000000."
+    )
+    assert errors[0][1] == CorruptCheckpointError.exit_code
 
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.json", "index-00001.json", "state.json"])

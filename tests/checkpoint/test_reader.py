@@ -39,7 +39,7 @@ from stormo.checkpoint import reader as reader_module
 from stormo.checkpoint.format import FILES, INDEX, MANIFEST, STATE, TENSOR_FILES, FileEntry, Manifest, parse_manifest
 from stormo.checkpoint.writer import Publisher, ShardWriter, make_temp_dir, rank_manifest_name
 from stormo.errors import EXIT_USAGE
-from tests.checkpoint.fake_spread import read_chunk, read_tensor
+from tests.checkpoint.fake_sharded import read_chunk, read_tensor
 
 ALL_FILES = (*FILES, MANIFEST)
 
@@ -116,7 +116,7 @@ def test_one_flipped_bit_anywhere_is_found(newest: Path, name: str) -> None:
     file = newest / name
     good = file.read_bytes()
     choose = random.Random(name)
-    for _ in range(40):
+    for _ in range(15):
         bit = choose.randrange(len(good) * 8)
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
@@ -150,12 +150,6 @@ def test_every_length_but_the_right_one_is_found(newest: Path, name: str) -> Non
     refused(newest, name, "not valid JSON" if name == MANIFEST else "something was added to it")
 
 
-@pytest.mark.parametrize("name", ALL_FILES)
-def test_a_missing_file_is_named(newest: Path, name: str) -> None:
-    (newest / name).unlink()
-    refused(newest, name, "it is missing")
-
-
 def test_an_extra_file_is_neither_read_nor_a_problem(newest: Path) -> None:
     os.mkfifo(newest / "extra.pt")  # reading it would wait for ever
     assert load(newest).state["step"] == 2
@@ -175,20 +169,17 @@ def test_a_whole_model_of_another_step_is_found_by_the_digest_of_its_weights(new
 
 
 @pytest.mark.parametrize("name", ALL_FILES)
-def test_a_link_is_not_followed_even_to_the_right_content(newest: Path, name: str, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    shutil.move(newest / name, outside)
-    (newest / name).symlink_to(outside)
+def test_a_missing_file_a_link_a_pipe_and_a_folder_are_refused_at_once(newest: Path, name: str, tmp_path: Path) -> None:
+    file, outside = newest / name, tmp_path / "outside"
+    shutil.move(file, outside)
+    refused(newest, name, "it is missing")
+    file.symlink_to(outside)  # even to the right content
     refused(newest, name, "it is a symbolic link")
-
-
-@pytest.mark.parametrize("name", ALL_FILES)
-def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_refused_at_once(newest: Path, name: str) -> None:
-    (newest / name).unlink()
-    os.mkfifo(newest / name)
+    file.unlink()
+    os.mkfifo(file)
     refused(newest, name, "not a regular file")
-    (newest / name).unlink()
-    (newest / name).mkdir()
+    file.unlink()
+    file.mkdir()
     refused(newest, name, "not a regular file|cannot be read")
 
 
@@ -288,12 +279,12 @@ GOOD_ENTRY = {"size_bytes": 1, "sha256": "a" * 64}
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (sealed(files=entries(**{"../../model.safetensors": GOOD_ENTRY})), "outside of the checkpoint"),
-        (sealed(files=entries(**{"/etc/passwd": GOOD_ENTRY})), "outside of the checkpoint"),
-        (sealed(files=entries(**{"..": GOOD_ENTRY})), "outside of the checkpoint"),
+        (sealed(files=entries(**{"../../model.safetensors": GOOD_ENTRY})), "no part of a checkpoint"),
+        (sealed(files=entries(**{"/etc/passwd": GOOD_ENTRY})), "no part of a checkpoint"),
+        (sealed(files=entries(**{"..": GOOD_ENTRY})), "no part of a checkpoint"),
         (sealed(files=entries(**{"model.pt": GOOD_ENTRY})), "no part of a checkpoint"),
         (sealed(files={}), "does not list model.safetensors"),
-        (sealed(files=[]), "lists no files"),
+        (sealed(files=[]), "its files is not valid"),
         (sealed(files=entries(**{"state.json": {"size_bytes": -1, "sha256": "a" * 64}})), "valid size"),
         (sealed(files=entries(**{"state.json": {"size_bytes": True, "sha256": "a" * 64}})), "valid size"),
         (sealed(files=entries(**{"state.json": {"size_bytes": 1, "sha256": "A" * 64}})), "valid size"),
@@ -316,7 +307,7 @@ GOOD_ENTRY = {"size_bytes": 1, "sha256": "a" * 64}
         (sealed().replace(b'"step": 1', b'"step": 0,\n "step": 1'), "own SHA-256"),
     ],
 )
-def test_hostile_manifests_are_refused_in_words(newest: Path, data: bytes, words: str) -> None:
+def test_hostile_manifests_are_refused_with_a_reason(newest: Path, data: bytes, words: str) -> None:
     (newest / MANIFEST).write_bytes(data)
     refused(newest, MANIFEST, words)
 
@@ -330,7 +321,7 @@ def test_a_manifest_without_end_is_not_read_to_its_end(newest: Path) -> None:
     refused(newest, MANIFEST, "longer than 16,777,216 bytes")
 
 
-def test_a_folder_that_is_not_there_is_told_with_the_good_one(newest: Path) -> None:
+def test_a_folder_that_is_not_there_is_reported_with_the_good_one(newest: Path) -> None:
     missing = newest.parent / "step-00000009"
     with pytest.raises(CorruptCheckpointError, match=re.escape("there is no such folder; the newest good")) as caught:
         load(missing)
@@ -465,13 +456,13 @@ def _outside(manifest: Path) -> None:
 def test_a_rank_manifest_that_the_worker_has_not_written_is_not_published(
     tmp_path: Path, spoil: Callable[[Path], object], problem: str
 ) -> None:
-    with pytest.raises(CheckpointWriteError, match=r"was not published, as what the workers have written") as caught:
+    with pytest.raises(CheckpointWriteError, match=r"was not published, as the files of the workers") as caught:
         sharded(tmp_path, spoil)
     assert problem in str(caught.value)
     assert find(tmp_path) == []
 
 
-def test_a_resealed_index_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resealed_index_is_refused_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = sharded(tmp_path)
     index, part = (json.loads((path / name).read_bytes()) for name in (INDEX, "index-00000.json"))
     assert torch.equal(load(path).model["a"], torch.ones(2))
@@ -505,13 +496,13 @@ def test_a_resealed_index_is_refused_in_words(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"digest_of": "names"}, "what its weights_sha256 is of"),
-        ({"files": {"../shard-00000.safetensors": GOOD_ENTRY}}, "outside of the checkpoint"),
+        ({"digest_of": "names"}, "of values or chunks"),
+        ({"files": {"../shard-00000.safetensors": GOOD_ENTRY}}, "no part of a checkpoint"),
         ({"files": {"model.safetensors": GOOD_ENTRY}}, "no part of a checkpoint"),
         ({"files": {"shard-00000.safetensors": GOOD_ENTRY}}, "does not list index.json"),
     ],
 )
-def test_hostile_manifests_of_shards_are_refused_in_words(changes: dict[str, Any], words: str) -> None:
+def test_hostile_manifests_of_shards_are_refused_with_a_reason(changes: dict[str, Any], words: str) -> None:
     files = dict.fromkeys((INDEX, "ranks.safetensors", STATE, "shard-00000.safetensors"), GOOD_ENTRY)
     good = {"version": 2, "digest_of": "values", "files": files}
     assert parse_manifest(sealed(**good)).version == 2

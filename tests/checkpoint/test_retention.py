@@ -109,7 +109,7 @@ def test_the_next_save_cleans_and_publishes(tmp_path: Path, make_snapshot: Make)
     assert listed(tmp_path) == ["step-00000001"]
 
 
-def test_what_cannot_be_cleaned_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_cleaned_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = abandoned(tmp_path, "00000000", "1-1", kind="old")
 
     def fail(_: Path) -> None:
@@ -161,13 +161,3 @@ def test_a_writer_whose_folder_was_taken_away_fails_and_publishes_nothing(
         save(tmp_path, make_snapshot(1), RetentionPolicy(step=1, identity="", keep_last=1))
     assert find(tmp_path) == []
     assert listed(tmp_path) == []
-
-
-def test_without_proc_the_process_id_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(self: Path) -> bytes:
-        raise FileNotFoundError(2, "No such file or directory", str(self))
-
-    monkeypatch.setattr(Path, "read_bytes", missing)
-    monkeypatch.setattr(Path, "exists", lambda self: False)
-    assert module._process(os.getpid()) == f"{os.getpid()}-0"
-    assert module._process(4194304) is None

@@ -1,4 +1,4 @@
-"""A save in the background: training goes on, what is saved stays what it was, and a failure is everybody's."""
+"""A save in the background: training continues, saved values do not change, a failure is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stormo.checkpoint import RetentionPolicy, Saver, Shard, Snapshot, find, loa
 from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import StormoError
-from tests.checkpoint.fake_spread import FakeSpread, require_whole
+from tests.checkpoint.fake_sharded import FakeSharded, require_whole
 from tests.checkpoint.test_ranks import listed, run_state
 
 Ranks = Callable[..., list[Any]]
 TENSORS = ("model", "optimizer", "ranks")
 
 
-def saving(step: int) -> RetentionPolicy:
+def policy(step: int) -> RetentionPolicy:
     return RetentionPolicy(step=step, identity="run", keep_last=2)
 
 
@@ -52,15 +52,15 @@ def _frozen_whole(world: World, folder: str) -> list[float]:
         for step in (1, 2):  # the second takes the memory of the first
             gate.is_open.clear()
             snapshot = whole(step) if world.is_main else None
-            one.begin(snapshot, Path(folder) if world.is_main else None, saving(step))
+            one.begin(snapshot, Path(folder) if world.is_main else None, policy(step))
             for name in TENSORS if snapshot is not None else ():
                 getattr(snapshot, name)["w"].fill_(-1.0)
             assert one.finished() is None
             gate.is_open.set()
-            one.settle()
+            one.wait()
             done = one.finished()
             assert (done is not None) is world.is_main
-            assert one.finished() is None  # told once
+            assert one.finished() is None  # only once
             assert done is None or done.write_time_s > 0
     read = load(Path(folder) / "step-00000002") if world.is_main else whole(2)
     return [float(getattr(read, name)["w"].mean()) for name in TENSORS]
@@ -74,16 +74,16 @@ def test_values_are_those_of_the_moment_it_began(run_ranks: Ranks, tmp_path: Pat
 def _frozen_parts(world: World, folder: str) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         gate, one = Gate(patch), Saver(world, in_background=True)
-        strategy = FakeSpread(world, "rows 2")
+        strategy = FakeSharded(world, "rows 2")
         strategy.fill(1)
-        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, saving(1))
+        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, policy(1))
         gate.came.wait(20)
-        strategy.fill(2)  # training goes on
+        strategy.fill(2)  # training continues
         seen = [bool(find(folder))]
         if world.rank == 1:
-            time.sleep(0.1)  # the main one waits for this one's rank manifest
+            time.sleep(0.1)  # rank 0 waits for this rank's rank manifest
         gate.is_open.set()
-        one.settle()
+        one.wait()
     return [*seen, bool(find(folder))]
 
 
@@ -96,8 +96,8 @@ def test_parts_are_those_of_the_moment_it_began_and_are_published_when_all_are_t
 
 
 def _failing(world: World, folder: str, name: str) -> list[str]:
-    """A thread that cannot write: the run goes on, and the next `settle` tells everybody."""
-    strategy, told = FakeSpread(world, "rows 2"), list[str]()
+    """A thread that cannot write: the run continues, and the next `wait` raises on all ranks."""
+    strategy, errors = FakeSharded(world, "rows 2"), list[str]()
     strategy.fill(1)
 
     def full(file: Path, *rest: Any) -> Any:
@@ -108,24 +108,24 @@ def _failing(world: World, folder: str, name: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stormo.checkpoint.writer.write_file", full)
         one = Saver(world, in_background=True)
-        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, saving(1))
+        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, policy(1))
         try:
-            one.settle()
+            one.wait()
         except StormoError as error:
-            told.append(str(error))
-    one.settle()  # there is nothing left of it
-    return told
+            errors.append(str(error))
+    one.wait()  # there is nothing left of it
+    return errors
 
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.json", "manifest.json"])
 def test_what_fails_in_a_thread_is_raised_by_all_and_leaves_nothing(
     run_ranks: Ranks, tmp_path: Path, name: str
 ) -> None:
-    told = run_ranks(_failing, 2, str(tmp_path), name)
-    assert told[0] == told[1]
-    assert len(told[0]) == 1
-    assert "of step 1 could not be written to " in told[0][0]
-    assert f"(Disk quota exceeded at {tmp_path}" in told[0][0]
+    errors = run_ranks(_failing, 2, str(tmp_path), name)
+    assert errors[0] == errors[1]
+    assert len(errors[0]) == 1
+    assert "of step 1 could not be written to " in errors[0][0]
+    assert f"(Disk quota exceeded at {tmp_path}" in errors[0][0]
     assert listed(tmp_path) == []
 
 
@@ -138,32 +138,32 @@ def _refused(world: World, folder: str, is_sharded: bool) -> str:
         content = Shard(chunks=[whole_chunk("model", "w", torch.zeros(2, dtype=torch.complex128))], state={})
     one = Saver(world, in_background=True)
     with pytest.raises(StormoError) as caught:
-        one.begin(content, Path(folder) if world.is_main else None, saving(1))
-    one.settle()
+        one.begin(content, Path(folder) if world.is_main else None, policy(1))
+    one.wait()
     return str(caught.value)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_what_cannot_be_stored_is_refused_at_once_by_all(run_ranks: Ranks, tmp_path: Path, is_sharded: bool) -> None:
-    told = run_ranks(_refused, 2, str(tmp_path), is_sharded)
-    assert told[0] == told[1]
-    assert "w has dtype torch.complex128" in told[0]
+    errors = run_ranks(_refused, 2, str(tmp_path), is_sharded)
+    assert errors[0] == errors[1]
+    assert "w has dtype torch.complex128" in errors[0]
     assert listed(tmp_path) == []
 
 
 def _abandoned(world: World, folder: str, stuck: int | None) -> bool:
     """The run fails while a save is under way, and one worker is stuck in it for longer than anybody waits."""
-    strategy = FakeSpread(world, "rows 2")
+    strategy = FakeSharded(world, "rows 2")
     strategy.fill(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saver, "_GRACE_S", 10.0 if stuck is None else 0.05)
         gate, one = Gate(patch), Saver(world, in_background=True)
         if world.rank != stuck:
             gate.is_open.set()
-        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, saving(1))
+        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, policy(1))
         one.abandon()
         world.barrier()
-        gate.is_open.set()  # what is still at it goes on, in a folder that is gone
+        gate.is_open.set()  # a thread that still writes continues, in a folder that is gone
         for thread in threading.enumerate():
             if thread.name == "checkpoint":
                 thread.join()

@@ -1,4 +1,4 @@
-"""A checkpoint of a thousand ranks: its index stays small, and a reader opens what it needs of it."""
+"""A checkpoint of many ranks: its index stays small, and a reader opens what it needs of it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from stormo.checkpoint.format import INDEX, Saved
 from stormo.checkpoint.index import StoredChunk
 from stormo.checkpoint.reader import ReadItem
 from stormo.checkpoint.writer import Chunk, Publisher, ShardWriter, make_temp_dir
-from tests.checkpoint.fake_spread import read_tensor
+from tests.checkpoint.fake_sharded import read_tensor
 
-RANKS, LAYERS, ROWS = 1000, 8, 2  # rows of a rank
+RANKS, LAYERS, ROWS = 200, 8, 2  # rows of a rank
 STATE = ("exp_avg", "exp_avg_sq")
 
 
@@ -62,13 +62,13 @@ def save(folder: Path, step: int, num_ranks: int = RANKS, max_index_bytes: int =
         for rank in range(num_ranks):
             ShardWriter(rank, Shard(chunks=list(chunks_of(rank, num_ranks)))).write(new.path, step)
         patch.setattr(writer, "MAX_INDEX_BYTES", max_index_bytes)
-        saving = RetentionPolicy(step=step, identity="run", keep_last=1)
-        return Publisher(folder, Shard(chunks=[], state={"step": step}), saving, num_ranks).publish(new.path)
+        policy = RetentionPolicy(step=step, identity="run", keep_last=1)
+        return Publisher(folder, Shard(chunks=[], state={"step": step}), policy, num_ranks).publish(new.path)
 
 
 @pytest.fixture(scope="module")
 def _saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("thousand"), 1).path
+    return save(tmp_path_factory.mktemp("many"), 1).path
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_rank_of_another_mesh_opens_the_files_it_needs_and_no_other(
 
 
 def test_of_a_file_what_is_read_is_verified_and_nothing_else(saved: Path, tmp_path: Path) -> None:
-    """A flipped bit is told by whoever reads it; nobody reads a whole file for a few chunks of it."""
+    """A flipped bit is an error for whoever reads it; nobody reads a whole file for a few chunks of it."""
     shard = saved / "shard-00006.safetensors"
     good = shard.read_bytes()
     with Reader(saved) as reader:
@@ -159,6 +159,5 @@ def test_older_checkpoints_stay_where_the_index_of_the_new_one_cannot_be_read(
 
     monkeypatch.setattr(writer, "publish", damage)
     saved = save(tmp_path, 2, num_ranks=2)
-    assert not saved.removed
     assert "step 2 does not read back as written" in saved.notices[0]
     assert [found.step for found in find(tmp_path)] == [2, 1]

@@ -92,8 +92,8 @@ def through_a_file(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_training_goes_on_bit_for_bit(kind: str, steps_before: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_training_resumes_bit_for_bit(kind: str, steps_before: int, tmp_path: Path) -> None:
     model = make_model()
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, range(steps_before))
@@ -120,19 +120,11 @@ def test_the_names_say_parameter_key_and_kind() -> None:
     parameter, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     optimizer = Counting([parameter, idle])
     optimizer.state[parameter] = {"count": 7, "rate": 0.5, "first": True, "buffer": torch.ones(2), "unused": None}
-    tensors = flatten_optimizer(optimizer, ["w", "idle"])
+    tensors = flatten_optimizer(optimizer, {parameter: "w", idle: "idle"})
     assert set(tensors) == {"w|count=number", "w|rate=number", "w|first=number", "w|buffer", "w|unused=none", "idle|"}
     assert tensors["w|count=number"].dtype == torch.int64
     assert tensors["w|rate=number"].dtype == torch.float64
     assert idle not in optimizer.state
-
-
-def test_names_by_order_and_by_mapping_are_the_same() -> None:
-    model = make_model()
-    optimizer = optim.AdamW(model.parameters())
-    train(model, optimizer, range(1))
-    by_order = flatten_optimizer(optimizer, [name for name, _ in model.named_parameters()])
-    assert by_order.keys() == flatten_optimizer(optimizer, names_of(model)).keys()
 
 
 def test_state_takes_the_layout_of_its_parameter_and_keeps_its_own_dtype() -> None:
@@ -155,7 +147,7 @@ def test_restored_state_shares_no_memory_with_what_was_loaded() -> None:
     optimizer = optim.Adam([parameter])
     tensors = {"w|exp_avg": torch.zeros(2), "w|exp_avg_sq": torch.zeros(2), "w|step": torch.tensor(3.0)}
     kept = copy.deepcopy(tensors)
-    restore_optimizer(optimizer, ["w"], tensors)
+    restore_optimizer(optimizer, {parameter: "w"}, tensors)
     parameter.grad = torch.ones(2)
     optimizer.step()
     assert all(torch.equal(tensors[name], kept[name]) for name in kept)
@@ -165,9 +157,9 @@ def test_a_parameter_name_may_contain_the_separator() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = optim.SGD([parameter], momentum=0.9)
     optimizer.state[parameter] = {"momentum_buffer": torch.full((2,), 5.0)}
-    tensors = flatten_optimizer(optimizer, ["odd|name=x"])
+    tensors = flatten_optimizer(optimizer, {parameter: "odd|name=x"})
     fresh = optim.SGD([parameter], momentum=0.9)
-    restore_optimizer(fresh, ["odd|name=x"], tensors)
+    restore_optimizer(fresh, {parameter: "odd|name=x"}, tensors)
     assert torch.equal(fresh.state[parameter]["momentum_buffer"], torch.full((2,), 5.0))
 
 
@@ -178,17 +170,15 @@ def test_a_parameter_name_may_contain_the_separator() -> None:
         ({"a|m": torch.ones(2)}, ["a", "b"], "has nothing for b"),
         ({"a": torch.ones(2), "b|": torch.empty(0)}, ["a", "b"], "'a' is not named parameter"),
         ({"a|m=pickle": torch.ones(2), "b|": torch.empty(0)}, ["a", "b"], "not named"),
-        ({}, ["a"], "the optimizer has 2 parameters, but 1 name came"),
-        ({}, ["a", "a"], "Two parameters have one name: a"),
-        ({}, {}, "the optimizer has 2 parameters, but no name was given for 2"),
+        ({}, ["a"], "The optimizer has 2 parameters, of which the model lacks 1"),
     ],
 )
-def test_names_that_do_not_fit_are_told_and_change_nothing(tensors: dict[str, Tensor], names: Any, words: str) -> None:
+def test_names_that_do_not_fit_change_nothing(tensors: dict[str, Tensor], names: list[str], words: str) -> None:
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     optimizer = optim.SGD(parameters, momentum=0.9)
     optimizer.state[parameters[0]] = {"m": torch.full((2,), 9.0)}
     with pytest.raises(OptimizerStateError, match=words):
-        restore_optimizer(optimizer, names, tensors)
+        restore_optimizer(optimizer, dict(zip(parameters, names, strict=False)), tensors)
     assert torch.equal(optimizer.state[parameters[0]]["m"], torch.full((2,), 9.0))
 
 
@@ -196,7 +186,7 @@ def test_stateless_in_the_file_means_stateless_after_the_restore() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = optim.SGD([parameter], momentum=0.9)
     optimizer.state[parameter] = {"momentum_buffer": torch.ones(2)}
-    restore_optimizer(optimizer, ["w"], {"w|": torch.empty(0, dtype=torch.uint8)})
+    restore_optimizer(optimizer, {parameter: "w"}, {"w|": torch.empty(0, dtype=torch.uint8)})
     assert parameter not in optimizer.state
 
 
@@ -206,7 +196,7 @@ def test_an_optimizer_with_lists_in_its_state_is_refused_by_name() -> None:
     parameter.grad = torch.ones(2)
     optimizer.step(lambda: parameter.square().sum())
     with pytest.raises(OptimizerStateError, match=r"of w is a .*; LBFGS cannot be checkpointed"):
-        flatten_optimizer(optimizer, ["w"])
+        flatten_optimizer(optimizer, {parameter: "w"})
 
 
 def test_a_state_key_that_would_be_misread_is_refused() -> None:
@@ -215,7 +205,7 @@ def test_a_state_key_that_would_be_misread_is_refused() -> None:
     for key in ("a|b", "a=number", "", 3):
         optimizer.state[parameter] = {key: torch.ones(2)}
         with pytest.raises(OptimizerStateError, match="cannot be stored as a name"):
-            flatten_optimizer(optimizer, ["w"])
+            flatten_optimizer(optimizer, {parameter: "w"})
 
 
 @pytest.mark.gpu
@@ -293,7 +283,7 @@ def test_what_was_collected_does_not_follow_the_generator() -> None:
 
 @pytest.mark.usefixtures("_leave_the_generators_alone")
 @pytest.mark.parametrize("name", ["torch_rng", "python_rng", "numpy_rng"])
-def test_a_missing_or_short_state_is_told(name: str) -> None:
+def test_a_missing_or_short_state_is_reported(name: str) -> None:
     tensors, values = collect_random_state()
     short = {**tensors, name: tensors[name][:5]}
     with pytest.raises(StormoError, match="cannot be restored"):
@@ -314,7 +304,7 @@ def test_a_position_outside_of_numpys_memory_is_refused(position: int) -> None:
 
 @pytest.mark.usefixtures("_leave_the_generators_alone")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_cuda_state_that_cannot_be_restored_is_told() -> None:
+def test_a_cuda_state_that_cannot_be_restored_is_reported() -> None:
     tensors, values = collect_random_state()
     assert "cuda_rng" not in tensors
     tensors["cuda_rng"] = torch.zeros(16, dtype=torch.uint8)
@@ -325,7 +315,7 @@ def test_a_cuda_state_that_cannot_be_restored_is_told() -> None:
 @pytest.mark.usefixtures("_leave_the_generators_alone")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_cuda_generator_goes_on_where_it_was() -> None:
+def test_the_cuda_generator_resumes_where_it_was() -> None:
     torch.cuda.init()
     torch.rand(7, device="cuda")
     tensors, values = collect_random_state()

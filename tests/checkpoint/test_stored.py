@@ -28,9 +28,9 @@ FLAGS: dict[str, Any] = {"global_batch_size": 16, "optimizer": "adamw"}
 def digests(parts: Parts) -> dict[str, str]:
     """The SHA-256 of everything that a worker holds, by name."""
     strategy = parts.strategy
-    held = arrays((f"weight {part.name}", part.local) for part in strategy.parts())
+    held = arrays((f"weight {part.name}", part.local) for part in strategy.shards())
     held |= arrays((f"buffer {name}", buffer) for name, buffer in strategy.named_buffers())
-    names = {part.local: part.name for part in strategy.parts()}
+    names = {part.local: part.name for part in strategy.shards()}
     for parameter, state in strategy.optimizer.state.items():
         held |= arrays((f"{key} {names[parameter]}", value) for key, value in state.items())
     held |= {"random": torch.get_rng_state().numpy(), "loss": parts.state.loss_sum.numpy()}
@@ -45,7 +45,7 @@ def _taken_up(world: World, path: str, strategy: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local"])
-def test_a_checkpoint_with_one_index_is_taken_up_to_the_last_bit(run_ranks: Ranks, strategy: str) -> None:
+def test_a_checkpoint_with_one_index_is_restored_to_the_last_bit(run_ranks: Ranks, strategy: str) -> None:
     path = STORED / strategy / "step-00000003"
     verify(path)
     assert load(path).state["progress"]["step"] == 3

@@ -200,7 +200,7 @@ def header_file(text: bytes, data: bytes = b"") -> bytes:
         (header_file(b"[" * 100_000), "not a valid"),
     ],
 )
-def test_malformed_files_are_refused_in_words(data: bytes, words: str) -> None:
+def test_malformed_files_are_refused_with_a_reason(data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         decode(data)
 

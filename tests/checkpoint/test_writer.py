@@ -53,25 +53,12 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def run_script(*arguments: str) -> int:
-    done = programs.run([str(SCRIPT), *arguments], SCRIPT.parent)
+def test_kills_leave_a_whole_newest_checkpoint_and_lose_nothing_that_was_promised(tmp_path: Path) -> None:
+    done = programs.run([str(SCRIPT), str(tmp_path)], SCRIPT.parent)
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
-
-
-def test_a_kill_before_any_file_operation_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
-    num_kills = run_script("every-operation", str(tmp_path / "checkpoints"))
+    num_kills, num_kills_of_shards = map(int, done.stdout.split())
     assert num_kills > 40  # two saves of five files each, with their renames and removals
-
-
-def test_a_kill_before_any_file_operation_of_two_workers_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
-    num_kills = run_script("every-operation-of-shards", str(tmp_path / "checkpoints"))
-    assert num_kills > 30  # six files and two notes, with their renames and removals
-
-
-def test_kills_at_random_moments_lose_nothing_that_was_promised(tmp_path: Path) -> None:
-    last_step = run_script("random", str(tmp_path / "checkpoints"), "60", "1")
-    assert last_step > 10
+    assert num_kills_of_shards > 30  # six files and two rank manifests, with their renames and removals
 
 
 def test_the_folder_is_made_and_holds_the_documented_files(tmp_path: Path, make_snapshot: Make) -> None:
@@ -84,8 +71,7 @@ def test_the_folder_is_made_and_holds_the_documented_files(tmp_path: Path, make_
     manifest = read_manifest(saved.path)
     assert (manifest.step, manifest.identity, manifest.metric) == (123, "run", None)
     assert manifest.weights_sha256 == saved.weights_sha256
-    assert saved.num_bytes == sum(entry.size_bytes for entry in manifest.files.values())
-    assert saved.notices == saved.removed == ()
+    assert saved.notices == ()
 
 
 def test_the_folder_is_as_readable_as_the_user_wants_new_folders_to_be(tmp_path: Path, make_snapshot: Make) -> None:
@@ -195,25 +181,15 @@ def test_an_old_version_that_cannot_be_removed_loses_to_the_new_one(
 
 def test_the_last_ones_are_kept(tmp_path: Path, make_snapshot: Make) -> None:
     for step in range(1, 6):
-        saved = store(tmp_path, make_snapshot(step), step, keep_last=3)
+        store(tmp_path, make_snapshot(step), step, keep_last=3)
     assert steps(tmp_path) == [5, 4, 3]
-    assert [path.name for path in saved.removed] == ["step-00000002"]
     assert hidden(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("higher_is_better", "expected"), [(True, [6, 3, 2]), (False, [6, 4, 1])], ids=["higher", "lower"]
-)
-def test_the_best_ones_are_kept_beside_the_last(
-    tmp_path: Path, make_snapshot: Make, higher_is_better: bool, expected: list[int]
-) -> None:
-    metrics = [0.1, 0.8, 0.9, 0.2, None, 0.5]
-    for step, metric in enumerate(metrics, start=1):
-        store(
-            tmp_path, make_snapshot(step), step,
-            keep_last=1, keep_best=2, metric=metric, higher_is_better=higher_is_better,
-        )  # fmt: skip
-    assert steps(tmp_path) == expected
+def test_the_best_ones_are_kept_beside_the_last(tmp_path: Path, make_snapshot: Make) -> None:
+    for step, metric in enumerate([0.1, 0.8, 0.9, 0.2, None, 0.5], start=1):
+        store(tmp_path, make_snapshot(step), step, keep_last=1, keep_best=2, metric=metric)
+    assert steps(tmp_path) == [6, 3, 2]
 
 
 def test_of_equally_good_ones_the_later_is_kept(tmp_path: Path, make_snapshot: Make) -> None:
@@ -267,7 +243,7 @@ def test_nothing_is_removed_before_the_new_one_is_published(
     assert steps(tmp_path) == [2]
 
 
-def test_what_rotation_cannot_remove_is_told_and_the_save_stands(
+def test_what_rotation_cannot_remove_is_reported_and_the_save_stands(
     tmp_path: Path, make_snapshot: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(tmp_path, make_snapshot(1), 1, keep_last=1)
@@ -277,7 +253,6 @@ def test_what_rotation_cannot_remove_is_told_and_the_save_stands(
 
     monkeypatch.setattr(retention, "remove", fail)
     saved = store(tmp_path, make_snapshot(2), 2, keep_last=1)
-    assert saved.removed == ()
     assert "step-00000001 could not be removed (Operation not permitted)" in saved.notices[0]
     assert steps(tmp_path) == [2, 1]
 
@@ -354,13 +329,13 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_its_space(
 
 
 @pytest.mark.system
-def test_a_read_only_disk_is_told(small_disk: Path, make_snapshot: Make) -> None:
+def test_a_read_only_disk_is_reported(small_disk: Path, make_snapshot: Make) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     assert "Read-only file system" in failed(small_disk / "checkpoints", make_snapshot(1), 1)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
-def test_a_folder_without_permission_is_told(tmp_path: Path, make_snapshot: Make) -> None:
+def test_a_folder_without_permission_is_reported(tmp_path: Path, make_snapshot: Make) -> None:
     tmp_path.chmod(0o500)
     try:
         assert "Permission denied" in failed(tmp_path, make_snapshot(1), 1)
@@ -368,7 +343,7 @@ def test_a_folder_without_permission_is_told(tmp_path: Path, make_snapshot: Make
         tmp_path.chmod(0o700)
 
 
-def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path, make_snapshot: Make) -> None:
+def test_a_file_in_the_place_of_the_folder_is_reported(tmp_path: Path, make_snapshot: Make) -> None:
     (tmp_path / "checkpoints").write_text("")
     assert "File exists" in failed(tmp_path / "checkpoints", make_snapshot(1), 1)
 
@@ -434,8 +409,7 @@ def test_numbers_of_a_diverged_run_can_be_stored(tmp_path: Path) -> None:
     assert loaded == {"best": -math.inf, "large": 2**80, "small": 5e-324, "pair": [1, 2]}
 
 
-@pytest.mark.parametrize("setting", [{"keep_last": 0}, {"keep_best": -1}, {"step": -1}])
-def test_settings_that_cannot_hold_are_refused(tmp_path: Path, make_snapshot: Make, setting: dict[str, int]) -> None:
-    with pytest.raises(SettingError, match=f"{next(iter(setting))} is "):
-        store(tmp_path, make_snapshot(1), **{"step": 1, **setting})
+def test_keeping_no_checkpoint_is_refused(tmp_path: Path, make_snapshot: Make) -> None:
+    with pytest.raises(SettingError, match="keep_last is 0"):
+        store(tmp_path, make_snapshot(1), 1, keep_last=0)
     assert names(tmp_path) == []

@@ -15,7 +15,7 @@ from stormo.checkpoint import CorruptCheckpointError, RetentionPolicy, load, sav
 from stormo.cli import main
 from stormo.errors import EXIT_USAGE
 from tests.checkpoint.conftest import make_snapshot
-from tests.checkpoint.fake_spread import Model, whole_values
+from tests.checkpoint.fake_sharded import Model, whole_values
 from tests.checkpoint.test_ranks import _two_steps
 
 Ranks = Callable[..., list[Any]]
@@ -29,8 +29,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.toml").write_text("")
     for step, metric in ((10, 0.5), (20, 0.9), (30, None)):
-        saving = RetentionPolicy(step=step, identity="demo", keep_last=9, metric=metric)
-        save(folder / "checkpoints", make_snapshot(step), saving)
+        policy = RetentionPolicy(step=step, identity="demo", keep_last=9, metric=metric)
+        save(folder / "checkpoints", make_snapshot(step), policy)
     return folder
 
 
@@ -45,15 +45,15 @@ def require_step(file: Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("words", "step"), [(["demo"], 30), (["runs/demo", "--best"], 20), (["demo", "--step", "10"], 10)]
 )
-def test_the_newest_the_best_or_a_step_is_exported_and_told(
+def test_the_newest_the_best_or_a_step_is_exported_and_reported(
     run: Path, capsys: pytest.CaptureFixture[str], words: list[str], step: int
 ) -> None:
     assert main(["export", *words]) == 0
     file = Path(f"demo-step-{step:08d}.safetensors")
     require_step(file, step)
-    told = capsys.readouterr().out
-    assert f"{file}  ({file.stat().st_size / 1e3:.3g} kB, 7 tensors, step {step})" in told
-    assert weights_digest(make_snapshot(step).model) in told
+    shown = capsys.readouterr().out
+    assert f"{file}  ({file.stat().st_size / 1e3:.3g} kB, 7 tensors, step {step})" in shown
+    assert weights_digest(make_snapshot(step).model) in shown
     with safetensors.safe_open(file, "pt") as opened:
         assert opened.metadata() == {"format": "pt", "stormo_step": str(step)}
     assert [path.name for path in Path.cwd().iterdir() if path.name.startswith(".")] == []
@@ -70,7 +70,7 @@ def test_the_file_may_be_named_after_an_option(run: Path) -> None:
     require_step(Path("out.safetensors"), 10)
 
 
-def test_a_spread_model_is_exported_as_one_process_has_it(
+def test_a_sharded_model_is_exported_as_one_process_has_it(
     run_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -108,7 +108,7 @@ def test_a_file_that_is_there_is_replaced_only_by_force(run: Path, capsys: pytes
         ([], "required: RUN"),
     ],
 )
-def test_what_cannot_be_is_told(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_what_cannot_be_is_reported(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["export", *words]) == EXIT_USAGE
     assert said in capsys.readouterr().err
 
@@ -126,7 +126,7 @@ def test_damage_is_found_before_anything_is_written_and_the_good_one_offered(
     assert not Path("out").exists()
 
 
-def test_a_run_without_a_checkpoint_or_a_best_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_or_a_best_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (run / "checkpoints").iterdir():
         if path.name != "step-00000030":
             path.rename(run / path.name)

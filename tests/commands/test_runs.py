@@ -97,7 +97,7 @@ def make_run(folder: Path, *records: Record, at_unix_s: float = NOW_UNIX_S) -> R
 
 
 def listed(capsys: pytest.CaptureFixture[str], folder: Path) -> list[dict[str, Any]]:
-    assert runs.list_folder(folder, json=True) == 0
+    assert runs.main(["--runs-folder", str(folder), "--json"]) == 0
     content: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return content
 
@@ -129,7 +129,7 @@ def test_a_run_without_summary_is_judged_by_the_age_of_its_last_event(
     assert one.note == f"no summary: killed or still running (last event {age} ago)"
 
 
-def test_a_run_of_this_host_goes_on_as_long_as_a_process_holds_it(tmp_path: Path) -> None:
+def test_a_run_of_this_host_is_running_as_long_as_a_process_holds_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "heron", started(), epoch_done(1))
     write_json(run.environment, {"host": socket.gethostname()})
     held = lock_folder(run)
@@ -178,7 +178,7 @@ def test_piped_output_is_aligned_text_newest_first(tmp_path: Path, capsys: pytes
     make_run(tmp_path / "old-heron", started(), RunEnded(summary=summary("target")), at_unix_s=NOW_UNIX_S)
     now_unix_s = time.time()
     make_run(tmp_path / "tern", started(), epoch_done(1), at_unix_s=now_unix_s)
-    assert runs.list_folder(tmp_path, json=False) == 0
+    assert runs.main(["--runs-folder", str(tmp_path)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[:3] == [
         "name       task           state    epochs  accuracy    loss           speed    time  workers",
@@ -198,7 +198,7 @@ def test_the_table_on_a_terminal_fits_and_keeps_name_state_and_accuracy(
     monkeypatch.setenv("COLUMNS", str(columns))
     make_run(tmp_path / "a-name-that-is-longer-than-most-of-them", started(), RunEnded(summary=summary("epochs")))
     make_run(tmp_path / "heron", started(), epoch_done(1))
-    runs.list_folder(tmp_path, json=False)
+    runs.main(["--runs-folder", str(tmp_path)])
     table = stream.getvalue().splitlines()[:3]
     assert max(len(line) for line in table) <= columns
     for expected in ("a-name-that", "heron", "done", "interrupted", "0.8615"):
@@ -211,7 +211,7 @@ def test_a_folder_without_runs_gives_one_helpful_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert runs.list_folder(tmp_path / name, json=False) == 0
+    assert runs.main(["--runs-folder", str(tmp_path / name)]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert str(tmp_path / name) in out
@@ -219,7 +219,7 @@ def test_a_folder_without_runs_gives_one_helpful_line(
     assert listed(capsys, tmp_path / name) == []
     (tmp_path / "file").touch()
     with pytest.raises(SettingError, match="file was set, but it is no folder; name the folder that holds your runs"):
-        runs.list_folder(tmp_path / "file", json=False)
+        runs.main(["--runs-folder", str(tmp_path / "file")])
 
 
 def test_json_output_is_strict_json_with_the_whole_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +255,7 @@ def test_a_run_of_tokens_and_one_from_before_there_were_units_are_listed_each_in
     by_name = {one["name"]: one for one in listed(capsys, tmp_path)}
     assert (by_name["old"]["unit"], by_name["old"]["units_per_s"]) == ("images", 77.0)
     assert (by_name["text"]["unit"], by_name["text"]["units_per_s"]) == ("tokens", 1280.0)
-    assert runs.list_folder(tmp_path, json=False) == 0
+    assert runs.main(["--runs-folder", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "2.2500  1,280 tokens/s" in out
     assert "77.0 images/s" in out

@@ -13,70 +13,29 @@ from hypothesis import strategies as st
 
 from stormo.commands import show
 from stormo.errors import SettingError, StormoError
-from stormo.telemetry.events import EventFile
 from stormo.telemetry.folder import RunFolder, write_json
-from stormo.telemetry.record import EpochDone, Notice, Record, RunEnded, RunStarted, StepDone
+from stormo.telemetry.record import EpochDone, Notice, RunEnded, RunStarted, StepDone
+from tests.commands import test_runs
+from tests.commands.test_runs import make_run
 from tests.golden import check_golden
-
-OLD_UNIX_S = 1_700_000_000.0
 
 
 def started(resumed_at_step: int | None = None) -> RunStarted:
-    return RunStarted(
-        run_name="heron",
-        run_folder="runs/heron",
-        task="fashion-mnist",
-        world_size=4,
-        global_batch_size=2048,
-        epochs=40,
-        steps_per_epoch=30,
-        resumed_at_step=resumed_at_step,
-        explanation=("global batch 2048 = 512 per worker × 4 workers × 1 accumulation",),
-    )
+    explanation = ("global batch 2048 = 512 per worker × 4 workers × 1 accumulation",)
+    plain = test_runs.started(resumed_at_step)
+    return replace(plain, run_name="heron", run_folder="runs/heron", explanation=explanation)
 
 
 def step_done(step: int, loss: float) -> StepDone:
-    return StepDone(
-        epoch=1,
-        step=step,
-        step_in_epoch=step,
-        samples_seen=2048 * step,
-        loss=loss,
-        learning_rate=0.04,
-        samples_per_s=1000.0,
-        units_per_s=1000.0,
-        unit="images",
-        input_wait_fraction=0.0,
-        train_time_s=1.0,
+    plain, speed = test_runs.step_done(step), 1000.0
+    return replace(
+        plain, epoch=1, step_in_epoch=step, loss=loss, samples_per_s=speed, units_per_s=speed, train_time_s=1.0
     )
 
 
 def epoch_done(epoch: int, **validation: float) -> EpochDone:
-    return EpochDone(
-        epoch=epoch,
-        step=30 * epoch,
-        samples_seen=61440 * epoch,
-        epoch_time_s=25.0,
-        cumulative_time_s=25.0 * epoch,
-        validation_time_s=1.0,
-        samples_per_s=2500.0,
-        units_per_s=2500.0,
-        unit="images",
-        train_loss=3.0 - epoch,
-        learning_rate=0.04,
-        input_wait_fraction=0.0,
-        peak_memory_bytes=None,
-        validation=validation or {"loss": 2.0 / epoch, "accuracy": 0.25 * epoch},
-    )
-
-
-def make_run(folder: Path, *records: Record) -> RunFolder:
-    run = RunFolder(folder)
-    sink = EventFile(run, clock=lambda: OLD_UNIX_S)
-    for record in records:
-        sink.write(record)
-    sink.close()
-    return run
+    metrics = validation or {"loss": 2.0 / epoch, "accuracy": 0.25 * epoch}
+    return replace(test_runs.epoch_done(epoch), train_loss=3.0 - epoch, validation=metrics)
 
 
 def add_checkpoint(run: RunFolder, step: int, size_bytes: int = 0) -> Path:
@@ -87,7 +46,7 @@ def add_checkpoint(run: RunFolder, step: int, size_bytes: int = 0) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], folder: Path, name: str = "heron") -> str:
-    assert show.show_run(folder, name, json=False) == 0
+    assert show.main([name, "--runs-folder", str(folder)]) == 0
     return capsys.readouterr().out
 
 
@@ -148,7 +107,7 @@ def test_a_configuration_that_is_not_toml_is_an_error_that_names_the_file(tmp_pa
     (tmp_path / "heron").mkdir()
     (tmp_path / "heron" / "config.toml").write_text("epochs = \n", encoding="utf-8")
     with pytest.raises(StormoError, match=r"config\.toml: it is not valid TOML"):
-        show.show_run(tmp_path, "heron", json=False)
+        show.main(["heron", "--runs-folder", str(tmp_path)])
 
 
 def test_epochs_that_a_resume_made_obsolete_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +170,7 @@ def test_an_output_without_unicode_gets_ascii_curves(tmp_path: Path, monkeypatch
     make_run(tmp_path / "heron", started(), epoch_done(1), epoch_done(2))
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
-    show.show_run(tmp_path, "heron", json=False)
+    show.main(["heron", "--runs-folder", str(tmp_path)])
     text = buffer.getvalue().decode("ascii")
     assert "  validation loss  #_  2.0000 to 1.0000\n" in text
     assert "512 per worker x 4 workers" in text
@@ -220,7 +179,7 @@ def test_an_output_without_unicode_gets_ascii_curves(tmp_path: Path, monkeypatch
 def test_json_holds_everything_the_text_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "heron", started(), step_done(3, math.inf), epoch_done(1))
     add_checkpoint(run, 30, size_bytes=10)
-    assert show.show_run(tmp_path, "heron", json=True) == 0
+    assert show.main(["heron", "--runs-folder", str(tmp_path), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["run"]["state"] == "interrupted"
     assert content["started"]["world_size"] == 4
@@ -234,7 +193,7 @@ def test_json_holds_everything_the_text_shows(tmp_path: Path, capsys: pytest.Cap
 def test_an_unknown_name_is_answered_with_the_closest_one(tmp_path: Path) -> None:
     make_run(tmp_path / "heron", started())
     with pytest.raises(SettingError, match="did you mean heron"):
-        show.show_run(tmp_path, "herno", json=False)
+        show.main(["herno", "--runs-folder", str(tmp_path)])
 
 
 @given(st.lists(st.none() | st.floats(), max_size=200))

@@ -171,7 +171,7 @@ def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.Comple
     assert [name for name in sorted({*result, *files}) if f"`{name}`" not in page] == []
 
 
-def test_only_the_main_worker_writes_into_the_run_folder(
+def test_only_rank_0_writes_into_the_run_folder(
     whole: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     writers = set(re.findall(r"rank (\w+) wrote \S*runs/", whole[1].stderr))
@@ -212,13 +212,15 @@ def test_after_two_kills_and_a_sigterm_the_very_same_line_ends_with_the_same_wei
     expected = summary(whole[0])
     line = ["--num-gpus", "2", "--run-name", "one", "--resume"]  # it serves the first start as well
     run = tmp_path / "runs" / "one"
-    # By rank 0, which has saved by then: another one may be in its next step while that is still saving.
-    for num_kills, (at_call, saved) in enumerate([(7, 3), (8, 8)], start=1):
-        killed = stormo(tmp_path, *line, fault=f"kill-job 0 {at_call}")
+    # By rank 0, which has saved by then: another one may be in its next step while that is still saving. First the
+    # agent is killed, then all ranks without an agent.
+    for at_call, saved in [(7, 3), (8, 8)]:
+        fault = f"kill-job 0 {at_call}"
+        killed = stormo(tmp_path, *line, fault=fault) if saved == 3 else in_ranks(tmp_path, *line, TINY_FAULT=fault)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert checkpoints(run)[-1] == f"step-{saved:08d}"
         assert not (run / "summary.json").exists()
-        _ends_like(whole[0], run, tmp_path / f"after-{num_kills}", num_resumes=num_kills)
+    _ends_like(whole[0], run, tmp_path / "after-kills", num_resumes=2)
     # Both calls are of the first steps after the last checkpoint.
     stopped = stormo(tmp_path, *line, fault="term-job 1 3")
     assert stopped.returncode == 75, stopped.stderr
@@ -230,7 +232,7 @@ def test_after_two_kills_and_a_sigterm_the_very_same_line_ends_with_the_same_wei
 
 
 def _ends_like(whole: Path, run: Path, folder: Path, *, num_resumes: int) -> None:
-    """Let a copy of a run go on to its end, which must be that of the undisturbed one."""
+    """Let a copy of a run resume to its end, which must be that of the undisturbed one."""
     copied = copy(run, folder)
     ended = in_ranks(folder, "--run-name", "one", "--resume")
     assert ended.returncode == 0, ended.stderr
@@ -249,7 +251,7 @@ def _ends_like(whole: Path, run: Path, folder: Path, *, num_resumes: int) -> Non
     assert losses[0] == losses[1]
 
 
-def test_another_number_of_workers_goes_on_with_the_same_batch_and_rate(
+def test_another_number_of_workers_resumes_with_the_same_batch_and_learning_rate(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     run = copy(whole[0], tmp_path)
@@ -335,7 +337,7 @@ def test_a_changed_seed_is_refused_with_what_to_do(
     )
 
 
-def test_what_cannot_hold_is_said_once_before_any_worker_starts(
+def test_what_cannot_hold_is_shown_once_before_any_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -26,8 +26,8 @@ def _line(has_batch_norms: bool | None = None, **flags: Any) -> str:
 def with_local_loss() -> str:
     config = options.make_config({"device": "cpu", "num_gpus": 2}, None)
     plan = resolve(config, resolve_layout(config, ()), Facts(num_train=1024, num_validation=100))
-    told = with_layers(config, plan, has_convolutions=None, has_batch_norms=False, loss_reduction="local")
-    return told.explanation[0][1]
+    explained = with_layers(config, plan, has_convolutions=None, has_batch_norms=False, loss_reduction="local")
+    return explained.explanation[0][1]
 
 
 def test_the_flags_that_make_it_equal_are_named_with_what_they_change() -> None:

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stormo.config import options
+from stormo.config import options, toml
 from stormo.config.layout import resolve_layout
 from stormo.config.options import UsageError
 from stormo.config.plan import check_settings, resolve
-from stormo.config.schema import EFFECTIVE, OF_ONE_CALL, SECTIONS, Effective, TrainConfig, option
+from stormo.config.schema import CALL_ONLY, EFFECTIVE, SECTIONS, ResolvedBatch, TrainConfig, option
 from stormo.errors import SettingError, StormoError
 from stormo.tasks.find import find_task
 from stormo.training.settings import read_settings
@@ -37,7 +37,7 @@ class OwnOptions:
 
 
 EVERY = options.train_options(OwnOptions)
-EFFECT = Effective(global_batch_size=64, learning_rate=0.02, warmup_start=0.01)
+EFFECT = ResolvedBatch(global_batch_size=64, learning_rate=0.02, warmup_start=0.01)
 
 
 def parse(*arguments: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def parse(*arguments: str) -> dict[str, Any]:
 
 
 def from_toml(text: str) -> dict[str, Any]:
-    return options.settings_from_toml(tomllib.loads(text), EVERY, "my.toml")
+    return toml.settings_from_toml(tomllib.loads(text), EVERY, "my.toml")
 
 
 def write(path: Path, text: str) -> str:
@@ -95,40 +95,6 @@ def test_a_flag_in_every_spelling(arguments: list[str], expected: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["--epochs", "three"],
-            "--epochs was set to 'three', but it takes a whole number; set it to something like 40.",
-        ),
-        (["--epochs", "3.0"], "--epochs was set to '3.0', but it takes a whole number; set it to something like 40."),
-        (["--base-lr", "nan"], "--base-lr was set to 'nan', but it takes a number; set it to something like 0.01."),
-        (["--base-lr", "inf"], "--base-lr was set to 'inf', but it takes a number; set it to something like 0.01."),
-        (["--clip-norm", "x"], "--clip-norm was set to 'x', but it takes a number; set it to something like 0.5."),
-        (
-            ["--decay", "cosin"],
-            "--decay 'cosin' was asked for, but there is none of that name; "
-            "did you mean cosine? choose one of: cosine, linear, none, step.",
-        ),
-        (
-            ["--batch-size", "max"],
-            "--batch-size was set to 'max', but it takes a whole number or the word auto; "
-            "set it to something like 32 or auto.",
-        ),
-        (
-            ["--task.width", "a"],
-            "--task.width was set to 'a', but it takes a whole number; set it to something like 10.",
-        ),
-        (["a.py", "b.py"], "'b.py' follows the task, but one task is trained at a time; leave it out."),
-    ],
-)
-def test_a_wrong_value_is_refused_with_the_whole_sentence(arguments: list[str], sentence: str) -> None:
-    with pytest.raises(SettingError) as caught:
-        parse(*arguments)
-    assert str(caught.value) == sentence
-
-
-@pytest.mark.parametrize(
     ("flag", "closest"),
     [
         ("--batch-sise", "did you mean --batch-size? "),
@@ -152,11 +118,6 @@ def test_an_unknown_option_names_the_closest_one(flag: str, closest: str) -> Non
         )
 
 
-def test_an_abbreviation_is_not_guessed() -> None:
-    with pytest.raises(SettingError, match="did you mean --global-batch-size"):
-        parse("--global-batch", "8")
-
-
 def test_a_missing_value_and_a_value_of_a_switch_are_usage_errors() -> None:
     with pytest.raises(UsageError, match=r"^argument --epochs: expected one argument; see stormo train --help\.$"):
         parse("--epochs")
@@ -174,14 +135,18 @@ def test_an_unknown_option_is_named_although_no_task_was_given() -> None:
         read_settings(["--device", "gpu"])
 
 
-@settings(max_examples=100)
-@given(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans())
+@settings(max_examples=40)
+@given(
+    st.integers(min_value=-(2**63) + 1, max_value=2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(),
+)
 def test_numbers_survive_the_command_line(whole: int, number: float, switch: bool) -> None:
     parsed = parse(f"--num-gpus={whole}", f"--base-lr={number!r}", "--compile" if switch else "--no-compile")
     assert parsed == {"num_gpus": whole, "base_lr": number, "compile": switch}
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.sampled_from(EVERY), st.text(max_size=30))
 def test_any_text_is_taken_in_its_type_or_refused_in_one_sentence(one: options.Option, text: str) -> None:
     try:
@@ -189,7 +154,7 @@ def test_any_text_is_taken_in_its_type_or_refused_in_one_sentence(one: options.O
     except SettingError as error:
         sentence = str(error)
     else:
-        assert type(value) is one.kind or value in one.words
+        assert type(value) is one.kind or value in one.keywords
         assert not one.choices or value in one.choices
         return
     assert ", but " in sentence
@@ -306,50 +271,6 @@ def test_sections_keys_and_spellings_of_a_toml_file() -> None:
     assert type(settings_given["base_lr"]) is float
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("[bach]\nbatch_size = 1", "section of my.toml 'bach' was asked for, but there is none of that name; did you "),
-        ("bach = 1", "section of my.toml 'bach' was asked for, but there is none of that name; did you mean batch? "),
-        (
-            "batch_size = 1",
-            "batch_size in my.toml was set to 1, but it stands in no section; write it below a line [batch].",
-        ),
-        ("width = 1", "width in my.toml was set to 1, but it stands in no section; write it below a line [task_opt"),
-        (
-            "batch = 1",
-            "batch in my.toml was set to 1, but it is a section, which holds settings; write [batch] on a line of its "
-            "own, and its settings below.",
-        ),
-        (
-            "[batch]\nbatch_sise = 1",
-            "key in section [batch] of my.toml 'batch_sise' was asked for, but there is none of that name; "
-            "did you mean batch_size? choose one of: accumulate, batch_size, epoch_samples, "
-            "ghost_batch_size, global_batch_size, grow_batch, max_batch_size, on_resize.",
-        ),
-        ("[task_options]\nwidht = 1", "key in section [task_options] of my.toml 'widht' was asked for"),
-        ("[batch]\nbatch_size = 1.5", "batch_size in my.toml was set to 1.5, but it takes a whole number or "),
-        ("[batch]\nbatch_size = true", "batch_size in my.toml was set to True, but it takes a whole number or "),
-        ("[batch]\nbatch_size = [1]", "batch_size in my.toml was set to [1], but it takes a whole number or "),
-        ("[optimizer]\nbase_lr = nan", "base_lr in my.toml was set to nan, but it takes a number; "),
-        ("[optimizer]\nnesterov = 1", "nesterov in my.toml was set to 1, but it takes true or false; set it to "),
-        ("[speed]\ncompile = 'on'", "compile in my.toml was set to 'on', but it takes true or false; set it to "),
-        ("[optimizer]\ndecay = 'cosin'", "decay in my.toml 'cosin' was asked for, but there is none of that name; "),
-        ("[optimizer]\ndecay = ['cosine']", "decay in my.toml \"['cosine']\" was asked for"),
-        ("[run]\nrun_name = 3", "run_name in my.toml was set to 3, but it takes text; put it in quotes: \"3\"."),
-    ],
-)  # fmt: skip
-def test_a_toml_file_with_a_mistake_is_refused(text: str, sentence: str) -> None:
-    with pytest.raises(SettingError) as caught:
-        from_toml(text)
-    assert str(caught.value).startswith(sentence)
-
-
-def test_infinity_is_no_whole_number() -> None:
-    with pytest.raises(SettingError, match="it takes a whole number"):
-        from_toml("[stop]\nepochs = inf")
-
-
 @pytest.mark.parametrize("text", ["[task]\nwidth = 2", "task = 3"])
 def test_a_task_that_is_no_text_is_refused(text: str) -> None:
     with pytest.raises(SettingError):
@@ -358,16 +279,16 @@ def test_a_task_that_is_no_text_is_refused(text: str) -> None:
 
 def test_a_file_that_cannot_be_read_or_parsed_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"absent.toml was set, but it cannot be read \(No such file"):
-        options.read_toml(tmp_path / "absent.toml")
+        toml.read_toml(tmp_path / "absent.toml")
     (tmp_path / "bad.toml").write_bytes(b"[batch\n")
     with pytest.raises(SettingError, match=r"it is not valid TOML \(.*line 1"):
-        options.read_toml(tmp_path / "bad.toml")
+        toml.read_toml(tmp_path / "bad.toml")
     (tmp_path / "latin.toml").write_bytes(b'task = "\xe9"\n')
     with pytest.raises(SettingError, match=r"^latin is resumed, but it is not valid TOML.*; save it as UTF-8"):
-        options.read_toml(tmp_path / "latin.toml", "latin is resumed")
+        toml.read_toml(tmp_path / "latin.toml", "latin is resumed")
     (tmp_path / "task.toml").write_text('task = "fashion-mnist"\n[task]  # guessed\nwidth = 2\n')
     with pytest.raises(SettingError, match=r"; the section of a task's own options is \[task_options\]"):
-        options.read_toml(tmp_path / "task.toml")
+        toml.read_toml(tmp_path / "task.toml")
 
 
 # --- precedence -------------------------------------------------------------------------------------------------------
@@ -377,7 +298,7 @@ def _stored_run(folder: Path, name: str, **flags: Any) -> None:
     """A run folder as a run leaves it, without its checkpoints."""
     config = options.make_config({"run_name": name, **flags}, find_task("fashion-mnist").Options)
     (folder / name).mkdir(parents=True)
-    (folder / name / "config.toml").write_text(options.to_toml(config, EFFECT), encoding="utf-8")
+    (folder / name / "config.toml").write_text(toml.to_toml(config, EFFECT), encoding="utf-8")
 
 
 def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults(
@@ -477,22 +398,22 @@ def _values(one: options.Option) -> st.SearchStrategy[Any]:
         return st.sampled_from(one.choices)
     text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"))  # see the test below
     numbers = st.floats(allow_nan=False, allow_infinity=False)
-    whole = st.integers(min_value=-(2**63), max_value=2**63 - 1)
+    whole = st.integers(min_value=-(2**63) + 1, max_value=2**63 - 1)
     values = {int: whole, float: numbers, bool: st.booleans(), str: text}[one.kind]
-    return st.one_of(values, st.sampled_from(one.words)) if one.words else values
+    return st.one_of(values, st.sampled_from(one.keywords)) if one.keywords else values
 
 
-_NOT_STORED = ("resume", "run_name", "global_batch_size", *OF_ONE_CALL)
+_NOT_STORED = ("resume", "run_name", "global_batch_size", *CALL_ONLY)
 _STORED = [one for one in EVERY if one.section != "command" and one.name not in _NOT_STORED]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.fixed_dictionaries({}, optional={one.key: _values(one) for one in _STORED}))
 def test_settings_survive_the_file_of_a_run(given_settings: dict[str, Any]) -> None:
     config = options.make_config(given_settings, OwnOptions)
-    document = tomllib.loads(options.to_toml(config, EFFECT))
-    assert Effective(**document[EFFECTIVE]) == EFFECT
-    again = options.make_config(options.settings_from_toml(document, EVERY, "x"), OwnOptions)
+    document = tomllib.loads(toml.to_toml(config, EFFECT))
+    assert ResolvedBatch(**document[EFFECTIVE]) == EFFECT
+    again = options.make_config(toml.settings_from_toml(document, EVERY, "x"), OwnOptions)
     assert dataclasses.replace(again, given=frozenset()) == dataclasses.replace(config, given=frozenset())
 
 
@@ -563,7 +484,7 @@ def test_a_choice_that_the_user_names_replaces_that_of_a_task(
 def test_what_a_file_says_against_itself_and_what_flags_say_against_each_other_is_refused(tmp_path: Path) -> None:
     for text, flags in (("[workers]\ncompress_rank = 8", ""), ("", "--compress bf16 --compress-rank 8")):
         config, _ = read_settings(["--config", write(tmp_path / "my.toml", text), "--device", "cpu", *flags.split()])
-        with pytest.raises(SettingError, match="--compress-rank 8 was set with --compress "):
+        with pytest.raises(SettingError, match="--compress-rank 8 was set, but it needs"):
             check_settings(config, resolve_layout(config, ()))
 
 
@@ -605,7 +526,7 @@ def test_what_has_no_effect_for_a_while_is_not_lost(
     for words in (between, again):
         config, _ = read_settings(["--resume", "old", "--device", "cpu", "--num-gpus", "4", *words.split()])
         resolve_layout(config, ())
-        write(tmp_path / "runs" / "old" / "config.toml", options.to_toml(config, EFFECT))
+        write(tmp_path / "runs" / "old" / "config.toml", toml.to_toml(config, EFFECT))
     found = options.flat_settings(config)
     assert {key: found.get(key) for key in begun} == begun
 
@@ -620,7 +541,7 @@ def test_what_a_resume_must_leave_out_is_said(tmp_path: Path, monkeypatch: pytes
     ]
 
 
-def test_how_gradients_travel_goes_on_with_copies_and_its_end_is_said(
+def test_compression_is_kept_with_replicas_and_its_end_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -662,26 +583,24 @@ def test_the_file_of_a_run_repeats_it(tmp_path: Path, flags: str) -> None:
     config, task_class = read_settings(["--device", "cpu", "--num-gpus", "4", *flags.split()])
     facts = task_class(config.task_options).facts()
     plan = resolve(config, resolve_layout(config, ()), facts)
-    again, _ = read_settings(["--config", write(tmp_path / "config.toml", options.to_toml(config, plan.beginning))])
+    again, _ = read_settings(["--config", write(tmp_path / "config.toml", toml.to_toml(config, plan.initial))])
     assert resolve(again, resolve_layout(again, ()), facts) == plan
 
 
 def test_the_character_del_survives_the_file_of_a_run() -> None:
-    tomllib.loads(options.to_toml(options.make_config({"runs_folder": "a\x7fb"}, None), EFFECT))
+    tomllib.loads(toml.to_toml(options.make_config({"runs_folder": "a\x7fb"}, None), EFFECT))
 
 
 def test_the_file_of_a_run_leaves_out_what_belongs_to_one_call() -> None:
     given_settings = {"resume": "x", "dry_run": True, "global_batch_size": 64, "config": "my.toml"}
-    document = tomllib.loads(options.to_toml(options.make_config(given_settings, None), EFFECT))
+    document = tomllib.loads(toml.to_toml(options.make_config(given_settings, None), EFFECT))
     assert "resume" not in document["run"]
     assert "command" not in document
     batch = {"global_batch_size": 64, "accumulate": 1, "on_resize": "keep"}  # only one of the two batch sizes is set
     assert document["batch"] == batch
 
 
-def test_a_run_whose_passes_are_searched_goes_on_so_until_a_number_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_keeps_auto_until_a_number_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _stored_run(tmp_path / "runs", "old", batch_size="auto", global_batch_size=64)
     config, _ = read_settings(["--resume", "old"])

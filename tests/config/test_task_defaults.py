@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stormo.config import options
-from stormo.config.schema import Effective
+from stormo.config import toml
+from stormo.config.schema import ResolvedBatch
 from stormo.errors import SettingError
 from stormo.tasks.find import find_task
 from stormo.training.settings import read_settings
@@ -63,7 +63,7 @@ def test_help_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         read_settings([task, "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "the rule of a step (default: adamw)" in text
+    assert "the update rule (default: adamw)" in text
     assert "at most this many epochs (default: 7)" in text
 
 
@@ -76,15 +76,13 @@ def test_help_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             r"stormo train --help lists them all\.$",
         ),
         ({"qqqq": 1}, r"but there is no setting of that name; stormo train --help lists them all\.$"),
-        ({"run_name": "x"}, r"^'run_name' is in the defaults of task \w+, but it is no part of how a task is trained"),
-        ({"num_gpus": 2}, r"^'num_gpus' is in the defaults of task \w+, but it is no part of how a task is trained"),
+        ({"run_name": "x"}, r"^'run_name' is in the defaults of task \w+, but a task cannot set a default for it"),
+        ({"num_gpus": 2}, r"^'num_gpus' is in the defaults of task \w+, but a task cannot set a default for it"),
         ({"epochs": 1.5}, r"epochs in the defaults of task \w+ was set to 1\.5, but it takes a whole number; "),
         ({"decay": "cosin"}, r"decay in the defaults of task \w+ 'cosin' was asked for, .* did you mean cosine\?"),
     ],
 )
-def test_a_mistake_in_them_is_told_with_the_name_of_the_task(
-    tmp_path: Path, defaults: dict[str, Any], sentence: str
-) -> None:
+def test_a_mistake_in_them_names_the_task(tmp_path: Path, defaults: dict[str, Any], sentence: str) -> None:
     task = _task(tmp_path, f"Wrong{abs(hash(sentence)) % 10**6}", defaults)
     with pytest.raises(SettingError, match=sentence):
         read_settings([task])
@@ -96,8 +94,8 @@ def test_a_resume_keeps_those_of_its_day(tmp_path: Path, monkeypatch: pytest.Mon
     config, _ = read_settings([task])
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
-    effective = Effective(global_batch_size=32, learning_rate=0.5, warmup_start=0.5)
-    (folder / "config.toml").write_text(options.to_toml(config, effective), encoding="utf-8")
+    effective = ResolvedBatch(global_batch_size=32, learning_rate=0.5, warmup_start=0.5)
+    (folder / "config.toml").write_text(toml.to_toml(config, effective), encoding="utf-8")
     task_class = find_task(task)
     monkeypatch.setattr(task_class, "defaults", {"optimizer": "sgd", "epochs": 9, "clip_norm": 1.0})
     monkeypatch.setattr("stormo.training.settings.find_task", lambda name: task_class)

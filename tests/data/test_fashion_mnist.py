@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import os
 import random
-import shutil
 import socket
 import tarfile
 import threading
@@ -56,9 +55,7 @@ PAIRS = [
 CONTENT = {file.name: content for file, content in PAIRS}
 PACKED = {f"{name}.gz": gzip.compress(content) for name, content in CONTENT.items()}
 FILES = [file for file, _ in PAIRS]
-SMALL = Release(
-    title="Small-MNIST", num_classes=10, splits={"train": (FILES[0], FILES[1]), "validation": (FILES[2], FILES[3])}
-)
+SMALL = Release(title="Small-MNIST", splits={"train": (FILES[0], FILES[1]), "validation": (FILES[2], FILES[3])})
 
 
 Answer = Callable[[BaseHTTPRequestHandler, bytes], None]
@@ -84,14 +81,6 @@ def truncated(handler: BaseHTTPRequestHandler, body: bytes) -> None:
     send(handler, body[: len(body) // 2], claimed=len(body))
 
 
-def truncated_unannounced(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-    send(handler, body[: len(body) // 2])
-
-
-def empty(handler: BaseHTTPRequestHandler, _: bytes) -> None:
-    send(handler, b"")
-
-
 def other_content(handler: BaseHTTPRequestHandler, body: bytes) -> None:
     content = gzip.decompress(body)
     send(handler, gzip.compress(content[:-1] + bytes([content[-1] ^ 1])))
@@ -107,10 +96,6 @@ def broken_gzip(handler: BaseHTTPRequestHandler, body: bytes) -> None:
 
 def not_found(handler: BaseHTTPRequestHandler, _: bytes) -> None:
     send(handler, b"<p>no such file", code=404)
-
-
-def overloaded(handler: BaseHTTPRequestHandler, _: bytes) -> None:
-    send(handler, b"<p>later", code=503)
 
 
 def hang_up(handler: BaseHTTPRequestHandler, _: bytes) -> None:
@@ -134,17 +119,13 @@ class Mirror(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/data/"
 
-    def hang(self, handler: BaseHTTPRequestHandler, _: bytes) -> None:
-        self.is_closing.wait(60)
-
-    def trickle(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    def hang(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        """Sends half of the file and nothing more."""
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
-        for start in range(0, len(body), 1024):
-            handler.wfile.write(body[start : start + 1024])
-            if self.is_closing.wait(0.3):
-                return
+        handler.wfile.write(body[: len(body) // 2])
+        self.is_closing.wait(60)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is part of these tests."""
@@ -206,8 +187,7 @@ def sources(*mirrors: str, **changes: Any) -> Sources:
     settings: dict[str, Any] = {
         "package": "dataset-small-mnist",
         "package_folder": Path("/usr/share/datasets/small-mnist-that-nobody-has"),
-        "stall_timeout_s": 15.0,
-        "file_timeout_s": 60.0,
+        "stall_timeout_s": 60.0,
         "command_timeout_s": 60.0,
     }
     return Sources(mirrors=mirrors, **(settings | changes))
@@ -232,15 +212,6 @@ def leftovers(cache: Path) -> list[Path]:
     return list((cache / "fashion-mnist").glob(".fetch-*"))
 
 
-# The release itself
-
-
-def test_the_public_release_has_the_sizes_of_the_original_files() -> None:
-    assert [file.num_bytes for file in FASHION_MNIST.files] == [47_040_016, 60_008, 7_840_016, 10_008]
-    assert FASHION_MNIST.files[0].header.hex(" ", 4) == "00000803 0000ea60 0000001c 0000001c"
-    assert all(mirror.endswith("/") for mirror in PUBLIC_SOURCES.mirrors)
-
-
 # A given folder
 
 
@@ -252,12 +223,6 @@ def test_a_given_folder_is_used_as_it_is(tmp_path: Path, mirror: Mirror, packed:
     assert found == folder
     assert sorted(folder.iterdir()) == before
     assert not mirror.asked
-
-
-def test_a_given_relative_folder_comes_back_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(tmp_path / "given")
-    monkeypatch.chdir(tmp_path)
-    assert find_or_fetch(Path("given"), cache=tmp_path / "cache", release=SMALL) == tmp_path / "given"
 
 
 def cut(path: Path) -> None:
@@ -274,8 +239,9 @@ def page(path: Path) -> None:
     path.write_text("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, cut, flip, page])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("packed", "damage"), [(True, flip), (True, cut), (False, Path.unlink), (False, flip), (False, page)]
+)
 def test_a_damaged_file_of_a_given_folder_is_named_and_never_fetched(
     tmp_path: Path, mirror: Mirror, packed: bool, damage: Callable[[Path], None]
 ) -> None:
@@ -294,26 +260,7 @@ def test_a_given_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
         find_or_fetch(tmp_path / "nowhere", cache=tmp_path / "cache", release=SMALL)
 
 
-def test_a_given_folder_needs_no_cache_that_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "a-file").touch()
-    folder = fill(tmp_path / "given")
-    assert find_or_fetch(folder, cache=tmp_path / "a-file", release=SMALL) == folder
-
-
-def test_a_given_folder_needs_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home(self: Path) -> Path:
-        if str(self).startswith("~"):
-            raise RuntimeError("Could not determine home directory.")
-        return self
-
-    monkeypatch.setattr(Path, "expanduser", no_home)
-    folder = fill(tmp_path / "given")
-    assert find_or_fetch(folder, release=SMALL) == folder
-    with pytest.raises(SettingError, match="set STORMO_DATA"):
-        find_or_fetch(None, release=SMALL)
-
-
-# The cache and its marker
+# The cache
 
 
 @pytest.mark.parametrize(
@@ -331,58 +278,6 @@ def test_the_cache_is_found_through_the_environment(
         monkeypatch.setenv(name, value and str(tmp_path / value))
     fill(tmp_path / expected)
     assert find_or_fetch(None, release=SMALL, sources=sources(), offline=True) == tmp_path / expected
-
-
-def rewrite_unseen(path: Path, content: bytes) -> None:
-    stat = path.stat()
-    path.write_bytes(content)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def test_a_known_file_is_compared_by_size_and_time_only(tmp_path: Path) -> None:
-    folder = fill(tmp_path / "given", packed=False)
-    find_or_fetch(folder, cache=tmp_path / "cache", release=SMALL)
-    image_file = folder / "train-images"
-    rewrite_unseen(image_file, image_file.read_bytes()[::-1])  # only hashing could tell
-    assert find_or_fetch(folder, cache=tmp_path / "cache", release=SMALL) == folder
-
-
-@pytest.mark.parametrize("change", ["time", "size", "release", "marker removed", "marker damaged", "marker odd"])
-def test_a_file_is_hashed_again_when_anything_known_about_it_changed(tmp_path: Path, change: str) -> None:
-    folder = fill(tmp_path / "given", packed=False)
-    marker = tmp_path / "cache" / "fashion-mnist" / "verified.json"
-    find_or_fetch(folder, cache=tmp_path / "cache", release=SMALL)
-    assert marker.is_file()
-    image_file = folder / "train-images"
-    rewrite_unseen(image_file, image_file.read_bytes()[::-1])
-    release = SMALL
-    match change:
-        case "time":
-            os.utime(image_file, ns=(1, 1))
-        case "size":
-            rewrite_unseen(image_file, image_file.read_bytes() + b"\0")
-        case "release":
-            newer = replace(FILES[0], sha256="0" * 64)
-            release = replace(SMALL, splits={**SMALL.splits, "train": (newer, FILES[1])})
-        case "marker removed":
-            marker.unlink()
-        case "marker damaged":
-            marker.write_text('{"half')
-        case "marker odd":
-            marker.write_text("[1, 2]")
-    with pytest.raises(SettingError, match="train-images has "):
-        find_or_fetch(folder, cache=tmp_path / "cache", release=release)
-
-
-def test_the_marker_forgets_files_that_are_gone(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    first, second = fill(tmp_path / "first"), fill(tmp_path / "second")
-    find_or_fetch(first, cache=cache, release=SMALL)
-    shutil.rmtree(first)
-    find_or_fetch(second, cache=cache, release=SMALL)
-    marker = (cache / "fashion-mnist" / "verified.json").read_text()
-    assert str(second) in marker
-    assert str(first) not in marker
 
 
 def test_a_damaged_file_of_the_cache_is_fetched_again_and_the_good_ones_are_kept(
@@ -404,7 +299,7 @@ def test_a_good_mirror_fills_the_cache_with_uncompressed_files(tmp_path: Path, m
     assert home == tmp_path / "fashion-mnist"
     assert content_of(home) == CONTENT
     assert mirror.asked == dict.fromkeys(PACKED, 1)
-    assert sorted(path.name for path in home.iterdir()) == sorted([*CONTENT, ".fetch.lock", "verified.json"])
+    assert sorted(path.name for path in home.iterdir()) == sorted([*CONTENT, ".fetch.lock"])
 
 
 def test_a_later_start_asks_nobody(tmp_path: Path, mirror: Mirror) -> None:
@@ -415,53 +310,31 @@ def test_a_later_start_asks_nobody(tmp_path: Path, mirror: Mirror) -> None:
     assert not mirror.asked
 
 
-BAD_ANSWERS: list[tuple[Answer | str, str]] = [
-    (html, r"failed \(Not a gzipped file"),
-    (truncated, r"failed \(Compressed file ended before"),
-    (truncated_unannounced, r"failed \(Compressed file ended before"),
-    (empty, r"has 0 of its \d+ bytes"),
-    (other_content, "has the sha256 [0-9a-f]{64}, not [0-9a-f]{64}"),
-    (too_long, r"has more than its \d+ bytes"),
-    (broken_gzip, r"failed \(CRC check failed"),
-    (not_found, r"failed \(HTTP 404 Not Found\)"),
-    (overloaded, r"failed \(HTTP 503 Service Unavailable\)"),
-    (hang_up, r"failed \(Remote end closed connection"),
+BAD_ANSWERS: list[tuple[str, str]] = [
+    ("html", r"failed \(Not a gzipped file"),
+    ("truncated", r"failed \(Compressed file ended before"),
+    ("other_content", "has the sha256 [0-9a-f]{64}, not [0-9a-f]{64}"),
+    ("too_long", r"has more than its \d+ bytes"),
+    ("broken_gzip", r"failed \(CRC check failed"),
+    ("not_found", r"failed \(HTTP 404 Not Found\)"),
+    ("hang_up", r"failed \(Remote end closed connection"),
     ("hang", r"failed \(timed out\)"),
 ]
 
 
 @pytest.mark.parametrize(("answer", "reason"), BAD_ANSWERS)
-@pytest.mark.parametrize("bad_file", ["t10k-labels.gz", "train-images.gz"])
 def test_a_bad_answer_is_never_used_and_the_next_mirror_is(
-    tmp_path: Path, mirror: Mirror, second_mirror: Mirror, *, bad_file: str, answer: Answer | str, reason: str
+    tmp_path: Path, mirror: Mirror, second_mirror: Mirror, answer: str, reason: str
 ) -> None:
-    mirror.answers[bad_file] = mirror.hang if isinstance(answer, str) else answer
-    limits = {"stall_timeout_s": 1.0} if isinstance(answer, str) else {}
-    with pytest.raises(DataNotFoundError, match=rf"{mirror.url}: {bad_file.removesuffix('.gz')} {reason}"):
+    mirror.answers["train-images.gz"] = mirror.hang if answer == "hang" else globals()[answer]
+    limits = {"stall_timeout_s": 1.0} if answer == "hang" else {}
+    with pytest.raises(DataNotFoundError, match=rf"{mirror.url}: train-images {reason}"):
         fetch(tmp_path, mirror.url, **limits)
-    assert not (tmp_path / "fashion-mnist" / bad_file.removesuffix(".gz")).exists()
+    assert not (tmp_path / "fashion-mnist" / "train-images").exists()
     assert not leftovers(tmp_path)
-    home = fetch(tmp_path, mirror.url, second_mirror.url, **limits)
-    assert content_of(home) == CONTENT
-    assert second_mirror.asked[bad_file] == 1
-
-
-def test_nobody_listens_at_a_mirror(tmp_path: Path, mirror: Mirror) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert content_of(fetch(tmp_path, f"http://127.0.0.1:{port}/", mirror.url)) == CONTENT
-
-
-def test_what_a_mirror_gave_before_it_failed_is_kept(tmp_path: Path, mirror: Mirror, second_mirror: Mirror) -> None:
-    mirror.answers["train-images.gz"] = not_found
-    fetch(tmp_path, mirror.url, second_mirror.url)
+    # What the first mirror gave before it failed is kept.
+    assert content_of(fetch(tmp_path, mirror.url, second_mirror.url, **limits)) == CONTENT
     assert second_mirror.asked == {"train-images.gz": 1}
-
-
-def test_a_mirror_that_sends_too_slowly_is_given_up(tmp_path: Path, mirror: Mirror) -> None:
-    mirror.answers["train-images.gz"] = mirror.trickle  # never silent for long, so no stall to notice
-    with pytest.raises(DataNotFoundError, match="train-images was not complete after 1 s"):
-        fetch(tmp_path, mirror.url, file_timeout_s=1.0)
 
 
 def test_proxies_are_honoured(tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,14 +394,14 @@ def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
 
 
 def test_after_a_kill_in_the_middle_the_next_start_works_and_cleans_up(tmp_path: Path, mirror: Mirror) -> None:
-    mirror.answers["train-images.gz"] = mirror.trickle
+    mirror.answers["train-images.gz"] = mirror.hang  # so that the child cannot come to the end before it is killed
     child = fork(fetch_in_child, (tmp_path, mirror.url, True))
     home = tmp_path / "fashion-mnist"
-    wait_until(lambda: list(home.glob(".fetch-*")) and (home / "train-labels").exists())
+    wait_until(lambda: (home / "t10k-images").exists() and mirror.asked["train-images.gz"] and leftovers(tmp_path))
     child.kill()
     child.join()
     assert not (home / "train-images").exists()
-    assert list(home.glob(".fetch-*")), "nothing was left: the kill came too late"
+    assert leftovers(tmp_path)
     mirror.answers.clear()
     for path in leftovers(tmp_path):
         os.utime(path, (0, 0))  # as after a day
@@ -536,12 +409,20 @@ def test_after_a_kill_in_the_middle_the_next_start_works_and_cleans_up(tmp_path:
     assert not leftovers(tmp_path)
 
 
+def test_a_process_that_may_wait_for_another_says_so(
+    tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(fcntl, "flock", lambda *_: said.append("waits for the lock"))
+    find_or_fetch(None, cache=tmp_path, release=SMALL, sources=sources(mirror.url), tell=said.append)
+    assert said[:2] == ["Fetching Small-MNIST, or waiting for a process that does.", "waits for the lock"]
+
+
 @pytest.mark.parametrize("with_lock", [True, False])
 def test_two_processes_can_fetch_at_the_same_time(tmp_path: Path, mirror: Mirror, with_lock: bool) -> None:
     def when_both_are_there(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         if not with_lock:
             wait_until(lambda: mirror.asked["t10k-labels.gz"] >= 2)
-        time.sleep(0.3)  # long enough for the other to come while this one is in the middle
         good(handler, body)
 
     mirror.answer = when_both_are_there
@@ -600,16 +481,10 @@ def test_the_package_is_downloaded_when_every_mirror_fails(tmp_path: Path, mirro
             "echo W: slow; echo E: Unable to locate package >&2; exit 100",
             "apt-get ended with code 100 (E: Unable to locate package)",
         ),
-        ("dpkg-deb", "echo not an archive >&2; exit 2", "dpkg-deb ended with code 2 (not an archive)"),
         ("dpkg-deb", "exit 0", "train-images is not in the package"),
-        (
-            "dpkg-deb",
-            'd="$3/usr/share/datasets/small-mnist-that-nobody-has"; mkdir -p $d; echo x > $d/train-images',
-            "train-images has 2 of its 39216 bytes (uncompressed)",
-        ),
     ],
 )
-def test_a_tool_that_fails_is_reported_with_its_last_words(
+def test_a_tool_that_fails_is_reported_with_its_last_line(
     tmp_path: Path, tools: Path, tool: str, script: str, reason: str
 ) -> None:
     make_tool(tools, tool, script)
@@ -619,17 +494,10 @@ def test_a_tool_that_fails_is_reported_with_its_last_words(
     assert not leftovers(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("tool", ["apt-get", "dpkg-deb"])
-def test_a_tool_that_is_not_installed_is_named(tmp_path: Path, tools: Path, tool: str) -> None:
-    (tools / tool).unlink()
-    with pytest.raises(DataNotFoundError, match=f"dataset-small-mnist: {tool} is not on PATH"):
-        fetch(tmp_path / "cache")
-
-
 # When nothing works
 
 
-def test_the_last_word_lists_all_that_was_tried_and_what_to_do(tmp_path: Path, mirror: Mirror) -> None:
+def test_the_error_lists_all_that_was_tried_and_what_to_do(tmp_path: Path, mirror: Mirror) -> None:
     mirror.answer = not_found
     with pytest.raises(DataNotFoundError) as caught:
         fetch(tmp_path, mirror.url)
@@ -670,22 +538,12 @@ def test_reading_gives_contiguous_tensors_of_the_right_values(tmp_path: Path, pa
     assert read(folder, "validation", release=SMALL).images[0].any()
 
 
-def wrong_shape(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[11], content[15] = 56, 14
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("packed", "damage", "reason"),
     [
-        (True, flip, "cannot be read"),
         (True, cut, r"cannot be read \(Compressed file ended before"),
-        (True, page, r"cannot be read \(Not a gzipped file"),
-        (False, cut, "has 39116 of its 39216 bytes"),
-        (False, lambda path: path.write_bytes(path.read_bytes() + b"\0"), "has more than its 39216 bytes"),
-        (False, wrong_shape, r"has not the header of unsigned bytes of shape \[50, 28, 28\]"),
-        (False, Path.unlink, "cannot be read .No such file"),
+        (False, cut, r"has \d+ of its \d+ bytes"),
+        (True, lambda path: path.write_bytes(gzip.compress(bytes(1 << 22))), r"has more than its \d+ bytes"),
     ],
 )
 def test_reading_a_damaged_file_names_it(
@@ -695,18 +553,6 @@ def test_reading_a_damaged_file_names_it(
     damage(folder / ("train-images.gz" if packed else "train-images"))
     with pytest.raises(SettingError, match=rf"{folder}/train-images(\.gz)?, but it {reason}"):
         read(folder, "train", release=SMALL)
-
-
-def test_reading_refuses_a_label_without_a_class(tmp_path: Path) -> None:
-    folder = fill(tmp_path / "given", packed=False)
-    (folder / "train-labels").write_bytes(CONTENT["train-labels"][:-1] + b"\x0a")
-    with pytest.raises(SettingError, match=r"train-labels, but it has a label 10 where 0 to 9 are possible"):
-        read(folder, "train", release=SMALL)
-
-
-def test_reading_an_unknown_split_lists_the_choices(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="choose one of: train, validation"):
-        read(tmp_path, "test", release=SMALL)  # type: ignore[arg-type]
 
 
 # The real thing
@@ -750,5 +596,5 @@ def test_the_real_package_can_be_downloaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("real_mirror", PUBLIC_SOURCES.mirrors)
 def test_the_real_mirrors_have_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_mirror: str) -> None:
     monkeypatch.setenv("PATH", "")  # no help from the package
-    excuses = (" failed (", " was not complete after ")
+    excuses = (" failed (",)
     assert_is_fashion_mnist(fetch_really(tmp_path, replace(PUBLIC_SOURCES, mirrors=(real_mirror,)), excuses))

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from stormo.data import interleave
 from stormo.data.interleaving import Interleaved
-from stormo.data.iterables import IterableLoader
-from stormo.data.loaders import Share
+from stormo.data.loaders import IterableLoader, Share
 from stormo.data.reading import is_stream, known_length
 from stormo.errors import SettingError
 
@@ -47,7 +46,7 @@ def _epoch(num_workers: int, epoch: int, position: int = 0) -> Tensor:
         share = Share(global_batch_size=4, accumulate=1, worker=worker, num_workers=num_workers)
         loader = IterableLoader(_files(), NUM_SAMPLES, share, 5, 0, lambda data, _: data, torch.device("cpu"), 0)
         for batch in loader.epoch(epoch, position):
-            if not batch.is_ghost:
+            if not batch.is_padding:
                 steps.setdefault(batch.span.step_start, []).append(batch.data)
     return torch.cat([torch.cat(steps[start]) for start in sorted(steps)])
 

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from stormo.data.batches import collate
-from stormo.data.iterables import IterableLoader, batches_in_turn
-from stormo.data.loaders import Share, StreamedLoader
+from stormo.data.loaders import IterableLoader, Share, StreamedLoader
 from stormo.data.order import part
-from stormo.data.reading import is_stream, known_length
-from stormo.data.streaming import shut_down
+from stormo.data.processes import shut_down
+from stormo.data.reading import is_stream, known_length, round_robin_loader
 from stormo.errors import SettingError
 
-# Loading processes are forked from a server: without this each would take seconds to import torch anew.
+# Loading processes are forked from a server: without this each would take seconds to import torch.
 multiprocessing.set_forkserver_preload(["torch", "stormo.data.loaders"])
 
 CPU = torch.device("cpu")
@@ -36,14 +35,14 @@ class Stream(IterableDataset[Tensor]):
         self.num_samples = num_samples
         self.says = num_samples if says is None else says
         self.shuffles = shuffles
-        self.passes: list[int] = []
+        self.rounds: list[int] = []
         self.num_drawn = 0
 
     def __len__(self) -> int:
         return self.says
 
     def set_epoch(self, number: int) -> None:
-        self.passes.append(number)
+        self.rounds.append(number)
 
     def __iter__(self) -> Iterator[Tensor]:
         order = torch.randperm(self.num_samples).tolist() if self.shuffles else list(range(self.num_samples))
@@ -91,7 +90,7 @@ def _loader(
     num_samples: int = NUM_SAMPLES,
     num_draws: int = 0,
     processes: int = 0,
-    goes_on: bool = False,
+    repeat: bool = False,
 ) -> IterableLoader:
     return IterableLoader(
         Stream() if data is None else data,
@@ -102,7 +101,7 @@ def _loader(
         _add,
         CPU,
         processes,
-        goes_on=goes_on,
+        repeat=repeat,
     )
 
 
@@ -115,7 +114,7 @@ def _rows(loaders: list[IterableLoader], epoch: int) -> Tensor:
     rows: dict[int, list[Tensor]] = {}
     for loader in loaders:
         for batch in loader.epoch(epoch):
-            if not batch.is_ghost:
+            if not batch.is_padding:
                 rows.setdefault(batch.span.step_start, []).append(batch.data)
     return torch.cat([torch.cat(rows[start]) for start in sorted(rows)])
 
@@ -172,12 +171,12 @@ def test_a_sample_draws_what_it_would_draw_if_it_were_found_by_its_index() -> No
     assert torch.equal(_rows([_loader(data=InThatOrder())], 2), torch.cat([batch.data for batch in by_index.epoch(2)]))
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("repeat", [False, True])
 @pytest.mark.parametrize("position", [0, 8, 16, 3])
 @pytest.mark.parametrize("processes", [0, 1])
-def test_an_epoch_goes_on_from_any_position_with_the_same_samples(goes_on: bool, position: int, processes: int) -> None:
-    num_samples = 19 if goes_on else NUM_SAMPLES
-    how: dict[str, Any] = {"num_samples": num_samples, "goes_on": goes_on}
+def test_an_epoch_repeat_from_any_position_with_the_same_samples(repeat: bool, position: int, processes: int) -> None:
+    num_samples = 19 if repeat else NUM_SAMPLES
+    how: dict[str, Any] = {"num_samples": num_samples, "repeat": repeat}
     whole = _loader(data=Stream(shuffles=True), **how)
     for epoch in (1, 2):
         list(whole.epoch(epoch))
@@ -191,9 +190,9 @@ def test_an_epoch_goes_on_from_any_position_with_the_same_samples(goes_on: bool,
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_stream_of_no_length_goes_on_from_epoch_to_epoch_and_starts_anew_when_it_ends(processes: int) -> None:
+def test_a_stream_without_a_length_continues_from_epoch_to_epoch_and_restarts_when_it_ends(processes: int) -> None:
     data = Endless()
-    loader = _loader(data=data, num_samples=10, goes_on=True, processes=processes)
+    loader = _loader(data=data, num_samples=10, repeat=True, processes=processes)
     try:
         seen = [_numbers(loader, epoch) for epoch in (1, 2, 3, 4, 5)]
         assert list(itertools.chain(*seen)) == [i % NUM_SAMPLES for i in range(50)]
@@ -202,7 +201,7 @@ def test_a_stream_of_no_length_goes_on_from_epoch_to_epoch_and_starts_anew_when_
     finally:
         loader.close()
     if not processes:
-        assert data.passes == [0, 1, 2, 0, 1]  # twice more for the look at the third epoch
+        assert data.rounds == [0, 1, 2, 0, 1]  # twice more for the look at the third epoch
         assert data.num_drawn == 50 + 30
 
 
@@ -213,7 +212,7 @@ def test_a_pass_is_numbered_for_set_epoch() -> None:
     for epoch in (1, 2):
         list(loader.epoch(epoch))
     list(loader.epoch(7, 8))
-    assert data.passes == [0, 0, 1, 6]
+    assert data.rounds == [0, 0, 1, 6]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 5])
@@ -224,16 +223,16 @@ def test_the_first_and_the_last_shape_come_from_the_beginning_of_the_stream(num_
         loader = _loader(_share(worker, num_workers, batch=batch, accumulate=accumulate), data, num_draws=1)
         tried = list(loader.first_and_last())
         assert data.num_drawn <= batch
-        every = [(len(one.data), one.span, one.is_ghost) for one in loader.epoch(1)]
-        shapes = {(length, ghost) for length, _, ghost in every}
-        assert {(len(one.data), one.is_ghost) for one in tried} == shapes
+        every = [(len(one.data), one.span, one.is_padding) for one in loader.epoch(1)]
+        shapes = {(length, is_padding) for length, _, is_padding in every}
+        assert {(len(one.data), one.is_padding) for one in tried} == shapes
         assert [one.span for one in tried] == [span for _, span, _ in every]  # there are two steps at most
 
 
 def test_an_empty_share_gets_the_first_sample_of_its_batch_with_weight_zero() -> None:
     # 23 = 2 × 10 + 3: the last batch leaves workers 0 and 2 of 5 empty-handed.
     last = [list(_loader(_share(worker, 5, batch=10)).epoch(1))[-1] for worker in range(5)]
-    assert [batch.is_ghost for batch in last] == [True, False, True, False, False]
+    assert [batch.is_padding for batch in last] == [True, False, True, False, False]
     assert [batch.weight for batch in last] == [0.0, 1 / 3, 0.0, 1 / 3, 1 / 3]
     assert [int(batch.data[0, 0]) for batch in last] == [20, 20, 20, 21, 22]
 
@@ -256,8 +255,8 @@ def test_a_stream_that_is_not_as_long_as_it_says_is_refused_on_every_worker(
 
 
 def test_a_stream_that_gives_nothing_is_refused() -> None:
-    with pytest.raises(SettingError, match="pass 2 over it gave no sample"):
-        list(_loader(data=Endless(0), num_samples=4, goes_on=True).epoch(1))
+    with pytest.raises(SettingError, match="round 2 over it gave no sample"):
+        list(_loader(data=Endless(0), num_samples=4, repeat=True).epoch(1))
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -284,7 +283,7 @@ def test_the_global_generators_are_untouched(processes: int) -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
     loader = _loader(data=Stream(shuffles=True), processes=processes)
     list(loader.epoch(1))
-    list(batches_in_turn(Stream(shuffles=True), 4, 0, 1, CPU, 0, collate))
+    list(round_robin_loader(Stream(shuffles=True), 4, 0, 1, CPU, 0, collate))
     loader.close()
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[union-attr]
@@ -294,12 +293,12 @@ def test_the_global_generators_are_untouched(processes: int) -> None:
 @pytest.mark.parametrize("num_samples", [0, 3, 8, 23])
 def test_workers_take_the_batches_of_a_stream_in_turn_and_all_see_its_end(num_samples: int, processes: int) -> None:
     data = Endless(num_samples, shuffles=True)
-    loader = batches_in_turn(data, 4, 0, 1, CPU, processes, collate)
+    loader = round_robin_loader(data, 4, 0, 1, CPU, processes, collate)
     alone = list(loader)
     shut_down(loader)
     assert sum(length for length, _ in alone) == num_samples
     for worker in range(3):
-        found = list(batches_in_turn(data, 4, worker, 3, CPU, 0, collate))
+        found = list(round_robin_loader(data, 4, worker, 3, CPU, 0, collate))
         assert [length for length, _ in found] == [length for length, _ in alone]
         for index, (_, batch) in enumerate(found):
             if index % 3 == worker or index == 0:

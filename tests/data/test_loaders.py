@@ -18,10 +18,10 @@ from stormo.data import loaders
 from stormo.data.batches import move, tensors_in
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import epoch_draws, epoch_order
-from stormo.data.streaming import Ahead
+from stormo.data.processes import DevicePrefetcher
 from stormo.data.tensors import TensorData, in_tensors
 
-# Loading processes are forked from a server: without this each would take seconds to import torch anew.
+# Loading processes are forked from a server: without this each would take seconds to import torch.
 multiprocessing.set_forkserver_preload(["torch", "stormo.data.loaders"])
 
 CPU = torch.device("cpu")
@@ -65,18 +65,18 @@ def _same(first: Iterator[Batch], second: Iterator[Batch]) -> bool:
     pairs = list(zip(first, second, strict=True))
     return bool(pairs) and all(
         one.span == other.span
-        and one.is_ghost == other.is_ghost
+        and one.is_padding == other.is_padding
         and all(torch.equal(a, b) for a, b in zip(tensors_in(one.data), tensors_in(other.data), strict=True))
         for one, other in pairs
     )
 
 
 def _rows(workers: list[Loader], epoch: int) -> dict[int, list[Tensor]]:
-    """The samples of each global batch, by its first position, in the order of workers and passes."""
+    """The samples of each global batch, by its first position, in the order of workers and micro-batches."""
     rows: dict[int, list[Tensor]] = {}
     for loader in workers:
         for batch in loader.epoch(epoch):
-            if not batch.is_ghost:
+            if not batch.is_padding:
                 rows.setdefault(batch.span.step_start, []).append(torch.stack([t.double() for t in batch.data], dim=1))
     return rows
 
@@ -106,7 +106,7 @@ def test_a_batch_holds_the_samples_of_the_order(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [_resident, _streamed])
 @pytest.mark.parametrize("position", [0, 8, 16, 3, 23])
-def test_an_epoch_goes_on_from_any_position(make: Any, position: int) -> None:
+def test_an_epoch_resumes_from_any_position(make: Any, position: int) -> None:
     seen = [int(sample) for batch in make(_share()).epoch(1, position) for sample in batch.data[0]]
     assert seen == epoch_order(NUM_SAMPLES, 5, 1)[position:].tolist()
 
@@ -133,15 +133,15 @@ def test_the_draws_are_those_of_the_positions() -> None:
 
 
 @pytest.mark.parametrize("make", [_resident, _streamed])
-def test_an_empty_share_gets_a_ghost_of_weight_zero(make: Any) -> None:
+def test_an_empty_share_gets_padding_of_weight_zero(make: Any) -> None:
     # 23 = 2 × 10 + 3: the last batch leaves workers 0 and 2 of 5 empty-handed.
     last = [list(make(_share(worker, 5, batch=10), num_draws=1).epoch(1))[-1] for worker in range(5)]
-    assert [batch.is_ghost for batch in last] == [True, False, True, False, False]
+    assert [batch.is_padding for batch in last] == [True, False, True, False, False]
     assert [batch.weight for batch in last] == [0.0, 1 / 3, 0.0, 1 / 3, 1 / 3]
     order = epoch_order(NUM_SAMPLES, 5, 1)
     for batch in last:
         assert len(batch.data[0]) == 1
-    assert last[0].data[0].tolist() == order[20:21].tolist()  # a stand-in from the same global batch
+    assert last[0].data[0].tolist() == order[20:21].tolist()  # from the same global batch
 
 
 @pytest.mark.parametrize("make", [_resident, _streamed])
@@ -159,7 +159,7 @@ def test_first_and_last_hold_every_shape_that_will_come(make: Any) -> None:
     shapes = {len(batch.data[0]) for batch in loader.epoch(1)}
     tried = list(loader.first_and_last())
     assert {len(batch.data[0]) for batch in tried} == shapes
-    assert len(tried) == 4  # the passes of the first step and of the last
+    assert len(tried) == 4  # the micro-batches of the first step and of the last
     assert tried[-1].span.step_stop == NUM_SAMPLES
     one_batch = make(_share(batch=100))
     assert len(list(one_batch.first_and_last())) == 1
@@ -177,7 +177,7 @@ def test_randomness_of_a_data_set_depends_on_the_position_alone(processes: int) 
         try:
             for batch in loader.epoch(1):
                 pids |= {int(pid) for pid in batch.data[:, 2]}
-                if not batch.is_ghost:
+                if not batch.is_padding:
                     assert all(expected[int(row[0])] == float(row[1]) for row in batch.data)
             other_epoch = torch.cat([batch.data for batch in loader.epoch(2)])
             assert any(expected[int(row[0])] != float(row[1]) for row in other_epoch)
@@ -306,8 +306,8 @@ def test_only_what_is_on_the_gpu_is_kept_for_the_stream_that_uses_it(monkeypatch
     waited: list[Any] = []
     current = SimpleNamespace(wait_event=waited.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    ahead: Ahead[int] = Ahead(DataLoader(range(1)), torch.device("cpu"))  # type: ignore[arg-type]
+    prefetcher: DevicePrefetcher[int] = DevicePrefetcher(DataLoader(range(1)), torch.device("cpu"))  # type: ignore[arg-type]
     batch = packed._replace(data=moved)
     assert not batch.batch_sizes.is_cuda
-    assert ahead._usable(batch, "copied") is batch
+    assert prefetcher._usable(batch, "copied") is batch
     assert (waited, moved.streams) == (["copied"], [current])

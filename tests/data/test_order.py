@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stormo.data.order import Pass, derive_seed, epoch_draws, epoch_order, part, passes
+from stormo.data.order import MicroBatch, derive_seed, epoch_draws, epoch_order, micro_batches, part
 from stormo.distributed.world import World
 
 
@@ -83,16 +83,16 @@ _shapes = {
 }
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), st.fixed_dictionaries(_shapes))
-def test_all_passes_of_all_workers_cover_each_position_once(data: st.DataObject, shape: dict[str, int]) -> None:
+def test_all_micro_batches_of_all_workers_cover_each_position_once(data: st.DataObject, shape: dict[str, int]) -> None:
     position = data.draw(st.integers(0, shape["num_samples"]))
     num_workers = shape["num_workers"]
     arguments = shape["num_samples"], shape["global_batch_size"], shape["accumulate"]
-    lists = [list(passes(*arguments, worker, num_workers, position)) for worker in range(num_workers)]
+    lists = [list(micro_batches(*arguments, worker, num_workers, position)) for worker in range(num_workers)]
     covered = [at for spans in lists for span in spans for at in range(span.start, span.stop)]
     assert sorted(covered) == list(range(position, shape["num_samples"]))
-    # Every worker makes the same number of passes, in step with the others.
+    # Every worker has the same number of micro-batches, in step with the others.
     assert len({len(spans) for spans in lists}) == 1
     for together in zip(*lists, strict=True):
         assert len({(s.step_start, s.step_stop, s.is_first, s.is_last) for s in together}) == 1
@@ -112,7 +112,7 @@ def test_global_batches_do_not_depend_on_workers_or_accumulation(
     def batches(workers: int, times: int) -> list[list[int]]:
         found: dict[int, list[int]] = {}
         for worker in range(workers):
-            for span in passes(num_samples, global_batch_size, times, worker, workers):
+            for span in micro_batches(num_samples, global_batch_size, times, worker, workers):
                 found.setdefault(span.step_start, []).extend(range(span.start, span.stop))
         return [found[start] for start in sorted(found)]
 
@@ -120,15 +120,15 @@ def test_global_batches_do_not_depend_on_workers_or_accumulation(
     assert batches(num_workers, accumulate) == batches(1, 1)
 
 
-def test_a_run_goes_on_from_any_position_with_the_same_batches() -> None:
-    whole = list(passes(100, 16, 2, 1, 3))
+def test_a_run_resumes_from_any_position_with_the_same_batches() -> None:
+    whole = list(micro_batches(100, 16, 2, 1, 3))
     for done in range(1, 7):
-        assert list(passes(100, 16, 2, 1, 3, position=16 * done)) == whole[2 * done :]
-    assert list(passes(100, 16, 2, 1, 3, position=100)) == []
+        assert list(micro_batches(100, 16, 2, 1, 3, position=16 * done)) == whole[2 * done :]
+    assert list(micro_batches(100, 16, 2, 1, 3, position=100)) == []
 
 
 def test_a_short_last_batch_may_leave_a_worker_empty_handed() -> None:
-    spans = [list(passes(9, 8, 1, worker, 4))[-1] for worker in range(4)]
+    spans = [list(micro_batches(9, 8, 1, worker, 4))[-1] for worker in range(4)]
     assert [span.num_samples for span in spans] == [0, 0, 0, 1]
     assert {span.step_samples for span in spans} == {1}
-    assert spans[0] == Pass(8, 8, 8, 9, True, True)
+    assert spans[0] == MicroBatch(8, 8, 8, 9, True, True)

@@ -78,12 +78,12 @@ def second_of_two() -> RankInfo:
     return replace(alone(), launcher="slurm", rank=1, world_size=2, local_rank=1, local_size=2, host="n1")
 
 
-def test_workers_of_a_node_tell_one_another_what_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_node_choose_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "_identities", lambda count: ["b"] * count)
     place = second_of_two()
     assert device_of("cuda", place, cast(Store, OneNode("a"))) == torch.device("cuda", 0)
-    with pytest.raises(SettingError, match="2 workers were started on host n1, but they see 1 GPU, and not"):
+    with pytest.raises(SettingError, match="2 workers were started on host n1, but they see 1 GPU, and each"):
         device_of("cuda", place, cast(Store, OneNode("b")))
     assert device_of("cuda", place, cast(Store, OneNode("b")), may_share=True) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -91,14 +91,14 @@ def test_workers_of_a_node_tell_one_another_what_they_see(monkeypatch: pytest.Mo
     assert device_of("cuda", agent, cast(Store, OneNode("nobody asks"))) == torch.device("cuda", 1)
 
 
-def test_what_a_stranger_says_of_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unauthenticated_gpu_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "_identities", lambda count: ["b"] * count)
     with pytest.raises(StormoError, match="no worker of this job has written devices/0/0"):
         device_of("cuda", second_of_two(), cast(Store, OneNode("a", key=b"another")))
 
 
-def test_a_worker_that_sees_enough_asks_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_with_enough_gpus_still_ask_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices, "_identities", lambda count: ["a", "b"][:count])
     assert device_of("cuda", second_of_two(), cast(Store, OneNode("b"))) == torch.device("cuda", 0)

@@ -13,22 +13,22 @@ from stormo.distributed.world import World
 Ranks = Callable[..., list[Any]]
 
 
-def _lines(world: World) -> dict[str, Any]:
+def _subgroups(world: World) -> dict[str, Any]:
     world.arrange(Mesh(pipeline=2, shard=2))
-    grid = world.grid
+    grid = world.parallel_dims
     seen = {}
     for axes in (("pipeline",), ("shard",), ("replicate", "shard"), ("pipeline", "shard", "tensor"), ("tensor",)):
-        line = grid.line(*axes)
+        line = grid.subgroup(*axes)
         total = line.sum(torch.tensor([float(world.rank)]))
         largest = line.max(torch.tensor([float(world.rank)]))
         seen["+".join(axes)] = (line.ranks, line.rank, int(total), int(largest))
     seen["data"] = (world.data.rank, world.data.size)
-    seen["draws"] = world.draws
+    seen["draws"] = world.random_stream
     return seen
 
 
 def test_lines_are_the_workers_that_differ_along_these_axes_alone(run_ranks: Ranks) -> None:
-    for rank, seen in enumerate(run_ranks(_lines, 4)):
+    for rank, seen in enumerate(run_ranks(_subgroups, 4)):
         stage, shard = divmod(rank, 2)
         pipeline, shards = (shard, shard + 2), (2 * stage, 2 * stage + 1)
         assert seen["pipeline"] == (pipeline, stage, sum(pipeline), max(pipeline))
@@ -40,37 +40,23 @@ def test_lines_are_the_workers_that_differ_along_these_axes_alone(run_ranks: Ran
 
 def _tensor(world: World) -> tuple[int, tuple[int, ...], float]:
     world.arrange(Mesh(replicate=2, tensor=2))
-    copy = world.grid.line("pipeline", "shard", "tensor")
-    return world.draws, world.samplers, float(copy.sum(torch.tensor(1.0 + world.rank)))
+    copy = world.parallel_dims.subgroup("pipeline", "shard", "tensor")
+    return world.random_stream, world.samplers, float(copy.sum(torch.tensor(1.0 + world.rank)))
 
 
-def test_workers_that_compute_the_same_draw_the_same(run_ranks: Ranks) -> None:
+def test_tensor_parallel_peers_share_a_random_stream(run_ranks: Ranks) -> None:
     assert run_ranks(_tensor, 4) == [(0, (0, 2), 3.0), (0, (0, 2), 3.0), (1, (0, 2), 7.0), (1, (0, 2), 7.0)]
-
-
-def _gathered(world: World) -> tuple[list[float], list[float]]:
-    line = world.grid.line("replicate")
-    received, own = torch.empty(2, 3), torch.empty(3)
-    line.gather(received, torch.full((3,), float(world.rank)))
-    line.scatter_sum(own, torch.arange(6.0).view(2, 3) + world.rank).wait()
-    return received.flatten().tolist(), own.tolist()
-
-
-def test_a_line_gathers_and_scatters(run_ranks: Ranks) -> None:
-    first, second = run_ranks(_gathered, 2)
-    assert first[0] == second[0] == [0, 0, 0, 1, 1, 1]
-    assert (first[1], second[1]) == ([1, 3, 5], [7, 9, 11])
 
 
 def _limits(world: World) -> list[float]:
     world.arrange(Mesh(replicate=2, shard=2))
-    lines = [world.grid.line(*axes) for axes in (("replicate",), ("shard",))]
-    return [_seconds(line.group) for line in lines]
+    subgroups = [world.parallel_dims.subgroup(*axes) for axes in (("replicate",), ("shard",))]
+    return [_seconds(subgroup.group) for subgroup in subgroups]
 
 
 def _seconds(group: Any) -> float:
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
-def test_nobody_waits_longer_in_a_line_than_among_all(run_ranks: Ranks) -> None:
+def test_subgroups_have_the_timeout_of_the_run(run_ranks: Ranks) -> None:
     assert run_ranks(_limits, 4) == [[60.0, 60.0]] * 4

@@ -1,4 +1,4 @@
-"""Collectives, in real ranks: what every worker gets, and what one that fails leaves to the others."""
+"""Collectives in real ranks: what every worker gets, and what the others get of one that fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _collectives(world: World) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_sum_max_and_broadcast_work_in_place_on_every_rank(run_ranks: Ranks, size: int) -> None:
     expected = {"sum": [size * (size + 1) / 2, -float(size)], "max": [float(size), -1.0], "broadcast": [1.0, -1.0]}
     assert run_ranks(_collectives, size) == [expected] * size
@@ -50,13 +50,13 @@ def test_sum_max_and_broadcast_work_in_place_on_every_rank(run_ranks: Ranks, siz
 _VALUE = {"a": [1, 2.5, None, True], "b": "× ü", "c": {}, "nan": float("nan")}
 
 
-def _share_json(world: World) -> list[Any]:
+def _broadcast_json(world: World) -> list[Any]:
     return [world.broadcast_object(value if world.is_main else "of another") for value in (_VALUE, None, "", 0)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_main_worker_s_json_reaches_all(run_ranks: Ranks, size: int) -> None:
-    for received in run_ranks(_share_json, size):
+def test_rank_0_broadcasts_json(run_ranks: Ranks, size: int) -> None:
+    for received in run_ranks(_broadcast_json, size):
         assert math.isnan(received[0].pop("nan"))
         assert received == [{key: value for key, value in _VALUE.items() if key != "nan"}, None, "", 0]
 
@@ -82,37 +82,37 @@ def _many_tensors(world: World) -> tuple[int, bool]:
     return len(messages), all(torch.equal(shared[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_thousand_small_tensors_travel_as_one_message(run_ranks: Ranks) -> None:
+def test_small_tensors_are_coalesced(run_ranks: Ranks) -> None:
     assert run_ranks(_many_tensors, 2) == [(3, True)] * 2  # the first two tell their names
 
 
-def _hand_out(world: World) -> bytes:
+def _scatter(world: World) -> bytes:
     return world.scatter_bytes((lambda rank: bytes([rank]) * (rank % 2 * 5)) if world.is_main else None)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_main_worker_hands_out_something_to_each(run_ranks: Ranks, size: int) -> None:
-    assert run_ranks(_hand_out, size) == [b"", b"\1" * 5, b""][:size]
+def test_rank_0_scatters_bytes(run_ranks: Ranks, size: int) -> None:
+    assert run_ranks(_scatter, size) == [b"", b"\1" * 5, b""][:size]
 
 
-def _share_tensors(world: World) -> dict[str, tuple[str, list[int], bytes]]:
+def _broadcast_tensors(world: World) -> dict[str, tuple[str, list[int], bytes]]:
     shared = world.broadcast_tensors(_tensors() if world.is_main else None)
     assert world.broadcast_tensors({} if world.is_main else None) == {}
     return {name: (str(t.dtype), list(t.shape), _bits(t)) for name, t in shared.items()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_tensors_of_every_kind_arrive_bit_by_bit(run_ranks: Ranks, size: int) -> None:
     expected = {name: (str(t.dtype), list(t.shape), _bits(t)) for name, t in _tensors().items()}
-    assert run_ranks(_share_tensors, size) == [expected] * size
+    assert run_ranks(_broadcast_tensors, size) == [expected] * size
 
 
 def _gather(world: World) -> tuple[Any, Any]:
     return world.gather_bytes(bytes([world.rank]) * (1 + 5 * world.rank)), world.gather_objects({"rank": world.rank})
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_bytes_of_unequal_lengths_are_gathered_on_the_main_worker(run_ranks: Ranks, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 3])
+def test_bytes_of_unequal_lengths_are_gathered_on_rank_0(run_ranks: Ranks, size: int) -> None:
     first, *others = run_ranks(_gather, size)
     assert first[0] == [bytes([rank]) * (1 + 5 * rank) for rank in range(size)]
     assert first[1] == [{"rank": rank} for rank in range(size)]
@@ -166,7 +166,7 @@ def _failing_fetch(world: World) -> tuple[str, str, bool]:
         return type(error).__name__, str(error), is_secondary(error)
 
 
-def test_a_fetcher_that_fails_tells_the_others_why(run_ranks: Ranks) -> None:
+def test_a_failed_fetch_is_raised_by_all(run_ranks: Ranks) -> None:
     first, *others = run_ranks(_failing_fetch, 3)
     assert first == ("OSError", "the disk is full", False)
     told = ("PeerFailedError", "rank 0 failed while this one waited: OSError: the disk is full", True)
@@ -185,7 +185,7 @@ def _fetch_after_failure(world: World) -> str:
     return "done"
 
 
-def test_a_second_fetch_is_not_harmed_by_a_first_that_failed(run_ranks: Ranks) -> None:
+def test_a_fetch_after_a_failed_one_works(run_ranks: Ranks) -> None:
     assert run_ranks(_fetch_after_failure, 2) == ["done", "done"]
 
 
@@ -211,7 +211,7 @@ def _raise(failure: Exception) -> None:
     raise failure
 
 
-def test_what_the_main_worker_does_for_all_takes_no_collective_and_its_failure_is_that_of_all(
+def test_work_on_rank_0_needs_no_collective_and_all_raise_its_failure(
     run_ranks: Ranks,
 ) -> None:
     first, *others = run_ranks(_on_main, 3)
@@ -227,20 +227,20 @@ def test_what_the_main_worker_does_for_all_takes_no_collective_and_its_failure_i
 def _vote(world: World, lag: int) -> list[int]:
     vote = AsyncAllReduce(world, lag, world.levels(least_workers=4) if lag else None)
     for number in (0, 7, 3)[: lag + 1]:
-        vote.cast(number * world.is_main)
+        vote.start(number * world.is_main)
     assert vote.drain() == (7 if lag else 0)  # what was cast is heard, and heard once
     assert vote.drain() == 0
     outcomes = []
     for step in range(6):
         # Only the last rank sees a signal, at step 3; and work is done between the cast and the outcome.
-        vote.cast(15 if step == 3 and world.rank == world.size - 1 else 10 if step == 4 and world.is_main else 0)
+        vote.start(15 if step == 3 and world.rank == world.size - 1 else 10 if step == 4 and world.is_main else 0)
         world.sum(torch.ones(3))
         outcomes.append(vote.outcome())
         assert vote.outcome() == outcomes[-1]  # reading again changes nothing
     return outcomes
 
 
-@pytest.mark.parametrize(("size", "lag"), [(1, 0), (2, 0), (4, 0), (3, 2), (4, 1), (6, 2)])
+@pytest.mark.parametrize(("size", "lag"), [(1, 0), (3, 0), (4, 1), (6, 2)])
 def test_all_workers_agree_on_a_signal_at_the_same_step(run_ranks: Ranks, size: int, lag: int) -> None:
     assert run_ranks(_vote, size, lag) == [[0] * lag + [0, 0, 0, 15, 10, 0][: 6 - lag]] * size
 
@@ -248,12 +248,12 @@ def test_all_workers_agree_on_a_signal_at_the_same_step(run_ranks: Ranks, size: 
 def _totals(world: World) -> list[float]:
     vote, totals = AsyncAllReduce(world, 1, world.levels(least_workers=4)), list[float]()
     for step in range(4):
-        vote.cast(0, 10.0**step * (1 + world.rank))
+        vote.start(0, 10.0**step * (1 + world.rank))
         totals.append(vote.total())
     return totals
 
 
-def test_a_sum_in_two_levels_is_that_of_all_workers_one_cast_later(run_ranks: Ranks) -> None:
+def test_a_sum_in_two_levels_is_that_of_all_workers_one_step_later(run_ranks: Ranks) -> None:
     assert run_ranks(_totals, 4) == [[0.0, 10.0, 100.0, 1000.0]] * 4
 
 
@@ -295,7 +295,7 @@ def _listeners(world: World) -> list[str]:
     return listening_addresses()
 
 
-def test_nothing_listens_where_other_machines_could_reach_it(run_ranks: Ranks) -> None:
+def test_nothing_listens_beyond_this_host(run_ranks: Ranks) -> None:
     addresses = run_ranks(_listeners, 3)
     assert addresses[0], "rank 0 serves the store, so it must listen somewhere"
     loopback = {"0100007F", "00000000000000000000000001000000"}
@@ -312,7 +312,7 @@ def _differing(world: World, names: list[str]) -> str:
     return ""
 
 
-def test_what_differs_between_workers_is_named_on_all_of_them(run_ranks: Ranks) -> None:
+def test_different_values_are_named_on_all_workers(run_ranks: Ranks) -> None:
     sentences = run_ranks(_differing, 3, ["bf16", "bf16", "fp16"])
     assert (
         sentences

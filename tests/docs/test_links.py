@@ -1,31 +1,55 @@
-"""Every link between the documents leads to a file, and to a heading of it where it names one."""
+"""Every link between the pages leads to a file, and to a heading where it names one."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+from tests.docs.pages import PAGES, ROOT, read
+
+
+def _text(page: Path) -> str:
+    return re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
 
 
 def _anchors(page: Path) -> set[str]:
-    """The names that a reader's page gives to the headings."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", _text(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for link in LINK.findall(text):
+    for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", _text(page)):
         if link.startswith(("https://", "http://")):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{link} in {page.name}: there is no such file"
         assert not anchor or anchor in _anchors(target), f"{link} in {page.name}: there is no such heading"
+
+
+def test_every_page_can_be_reached() -> None:
+    linked = {ROOT / "README.md"}
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)\s#]+)", _text(page))
+        linked |= {(page.parent / link).resolve() for link in links if not link.startswith("http")}
+    assert {*PAGES} <= linked
+
+
+def test_messages_name_pages_that_exist() -> None:
+    for module in (ROOT / "stormo").rglob("*.py"):
+        for name in re.findall(r"docs/[\w/-]+\.md", read(module)):
+            assert (ROOT / name).is_file(), f"{module.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    named = re.findall(r"\b(?:tests|benchmarks|examples)/[\w/]*\w+(?:\.\w+)?", read(page))
+    modules = re.findall(r"python -m (benchmarks\.\w+)", read(page))
+    for name in named if page.name not in ("architecture.md", "CHANGELOG.md") else []:
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+    for module in modules:
+        assert importlib.util.find_spec(module), f"{page.name} names {module}"

@@ -14,13 +14,13 @@ FINE = Finding(check="gpus", level="ok", text="8 × NVIDIA H200, 150 GB each", g
 HOT = Finding(
     check="gpu-throttle",
     level="warning",
-    text="its clocks are held back by heat, at 91 °C, while the seven other GPUs of this node stay below 60 °C",
+    text="its clocks are throttled by heat, at 91 °C, while the seven other GPUs of this node stay below 60 °C",
     fix="look at the node's cooling and power supply, or choose another node: all workers wait for this one",
     where="GPU 3",
     group="devices",
 )
 FULL = Finding(check="storage-runs", level="error", text="no room", fix="make room", group="storage")
-TOLD = Finding(check="cores", level="note", text="2 of 2 cores", fix="ask for more", group="limits")
+NOTE = Finding(check="cores", level="note", text="2 of 2 cores", fix="ask for more", group="limits")
 
 
 def shown(findings: list[Finding], stream: io.StringIO | None = None) -> str:
@@ -30,10 +30,10 @@ def shown(findings: list[Finding], stream: io.StringIO | None = None) -> str:
 
 
 def test_the_exit_code_is_that_of_the_worst() -> None:
-    assert [exit_code(each) for each in ([], [FINE], [FINE, HOT, TOLD], [FULL, FINE])] == [0, 0, 0, 1]
+    assert [exit_code(each) for each in ([], [FINE], [FINE, HOT, NOTE], [FULL, FINE])] == [0, 0, 0, 1]
 
 
-def test_a_warning_or_an_error_has_a_mend_and_a_level_is_one_of_four() -> None:
+def test_a_warning_or_an_error_has_a_fix_and_a_level_is_one_of_four() -> None:
     with pytest.raises(AssertionError, match="without a fix"):
         Finding(check="x", level="error", text="bad")
     with pytest.raises(AssertionError):
@@ -60,7 +60,7 @@ def test_json_holds_everything_and_is_strict() -> None:
 @pytest.mark.parametrize("columns", [80, 120, 200])
 def test_the_text_keeps_to_the_screen(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = shown([FINE, HOT, FULL, TOLD]).splitlines()
+    lines = shown([FINE, HOT, FULL, NOTE]).splitlines()
     assert max(map(len, lines)) <= min(columns, 120)
     assert [line for line in lines if line and not line.startswith(" ")] == [
         *("devices", "storage", "limits", "to fix", "1 error, 1 warning, 1 note, 1 ok")
@@ -70,13 +70,13 @@ def test_the_text_keeps_to_the_screen(columns: int, monkeypatch: pytest.MonkeyPa
     assert all(line.startswith(" " * column) and line[column] != " " for line in rest)
 
 
-def test_what_to_mend_stands_at_the_end_errors_first() -> None:
-    text = " ".join(shown([FINE, HOT, FULL, TOLD]).partition("to fix\n")[2].split())
+def test_what_to_fix_is_at_the_end_errors_first() -> None:
+    text = " ".join(shown([FINE, HOT, FULL, NOTE]).partition("to fix\n")[2].split())
     assert text.startswith("error storage-runs: no room → make room warning gpu-throttle (GPU 3): its clocks")
     assert HOT.fix in text
-    assert "ask for more" not in text  # a note's fix stands where the note does
-    assert "to fix" not in shown([FINE, TOLD])
-    assert "→ ask for more" in shown([FINE, TOLD])
+    assert "ask for more" not in text  # a note's fix is with the note
+    assert "to fix" not in shown([FINE, NOTE])
+    assert "→ ask for more" in shown([FINE, NOTE])
 
 
 class Screen(io.StringIO):
@@ -105,7 +105,7 @@ def test_a_number_keeps_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "991 MB/s" in text
 
 
-def test_a_stream_without_unicode_gets_plain_signs() -> None:
+def test_a_stream_without_unicode_gets_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     show([FINE, HOT], stream)
@@ -113,7 +113,7 @@ def test_a_stream_without_unicode_gets_plain_signs() -> None:
     assert b"-> look at" in raw.getvalue()
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
     with os.fdopen(write_fd, "w") as stream:

@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from stormo.doctor import gpus, libraries, machine, network
+from stormo.doctor import gpus, machine
 from stormo.doctor.finding import Finding, show
 from stormo.doctor.machine import Machine, Speed
 from stormo.system.hardware import Gpu
 from tests.doctor.machines import write
-from tests.doctor.test_gpus import Driver, cards
-from tests.doctor.test_libraries import FITTING, GOOD, PINS
-from tests.doctor.test_network import card, port
+from tests.doctor.test_gpus import GOOD, PACKAGES, Driver, cards
+from tests.doctor.test_machine import card, port
 from tests.golden import check_golden
 
 GB = 10**9
@@ -55,10 +54,10 @@ def _findings(root: Path) -> list[Finding]:
         cores=lambda: 64,
     )
     groups = {
-        "devices": gpus.check(made_up),
-        "libraries": libraries.check(made_up, lambda: FITTING, lambda: PINS),
-        "backends": libraries.check_backends(made_up),
-        "network": network.check(made_up, lambda _: ["10.0.0.7"], lambda: "node7"),
+        "devices": gpus.check_gpus(made_up),
+        "libraries": gpus.check_libraries(made_up, lambda: PACKAGES),
+        "backends": gpus.check_backends(made_up, lambda _: None),
+        "network": machine.check_network(made_up, lambda _: ["10.0.0.7"], lambda: "node7"),
         "limits": machine.check_limits(made_up),
         "storage": machine.check_storage(made_up),
     }

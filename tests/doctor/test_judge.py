@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from stormo.doctor.finding import Finding
-from stormo.doctor.job import notices_of
 from stormo.doctor.judge import Names, judge, sentence, time_text
 from stormo.doctor.measure import Attempt, Device, Link, Measurements, WorkerInfo, partners, rounds
-from stormo.doctor.preflight import HungError, describe_hang
+from stormo.doctor.preflight import HungError, describe_hang, notices_of
 from stormo.telemetry.text import format_bytes
 
 GPU = Device(
@@ -20,8 +19,6 @@ GPU = Device(
     kind="cuda",
     flops_per_s=7e14,
     digest="a",
-    copy_in_bytes_per_s=5e10,
-    copy_out_bytes_per_s=5e10,
     free_bytes=140 << 30,
     versions={"torch": "2.11", "NVIDIA driver": "570"},
 )
@@ -92,7 +89,7 @@ def test_who_cannot_be_reached(
 @pytest.mark.parametrize(
     ("ahead_s", "error_s", "level"), [(0.05, 0.0, None), (0.5, 0.45, None), (-0.5, 0.01, "note"), (30, 0.01, "warning")]
 )
-def test_clocks_count_as_off_by_what_the_measurement_cannot_explain(
+def test_clocks_differ_by_more_than_the_error_of_the_measurement(
     ahead_s: float, error_s: float, level: str | None
 ) -> None:
     attempt = Attempt(node=1, to=0, outcome="ok", clock_ahead_s=ahead_s, clock_error_s=error_s)
@@ -101,7 +98,7 @@ def test_clocks_count_as_off_by_what_the_measurement_cannot_explain(
 
 
 def devices(**changed: Any) -> list[Device]:
-    """Four GPUs on two nodes, of which the last one is not like the others."""
+    """Four GPUs on two nodes, of which the last one differs."""
     return [
         *(replace(GPU, rank=rank, uuid=str(rank)) for rank in range(3)),
         replace(GPU, rank=3, **{"uuid": "3", **changed}),
@@ -117,7 +114,6 @@ def devices(**changed: Any) -> list[Device]:
         ({"flops_per_s": 3e14}, [("device-speed", "error")]),
         ({"is_exact": False, "digest": "b"}, [("arithmetic", "error")]),
         ({"digest": "b"}, [("bits", "warning")]),
-        ({"copy_out_bytes_per_s": 1e10}, [("copy-speed", "warning")]),
         ({"free_bytes": 100 << 30}, [("device-memory", "warning")]),
         ({"name": "H100", "flops_per_s": 3e14, "digest": "b"}, []),  # another model is compared with its own peers
         ({"flops_per_s": 3e14, "uuid": "2"}, []),  # two workers share a GPU on purpose
@@ -128,7 +124,7 @@ def test_which_device_is_bad(changed: dict[str, Any], expected: list[tuple[str, 
     assert found == [(check, level, "rank 3 (n1, local rank 1)") for check, level in expected]
 
 
-def test_processors_are_judged_mildly_for_they_are_shared() -> None:
+def test_cpus_may_be_slower_as_other_programs_share_them() -> None:
     slow = [replace(one, kind="cpu", uuid="") for one in devices(flops_per_s=3.5e14, digest="b", free_bytes=1)]
     assert bad(Measurements(workers=workers(4), devices=slow)) == [("bits", "note", "rank 3 (n3)")]
 
@@ -202,13 +198,13 @@ def test_a_link_that_answers_late_and_a_node_that_is_slow_inside() -> None:
         ("all", list(range(8)), "node 0 (n0), node 1 (n1), node 2 (n2) and node 3 (n3)"),
     ],
 )
-def test_whoever_did_not_finish_is_named(phase: str, missing: list[int], where: str) -> None:
+def test_ranks_that_did_not_finish_are_named(phase: str, missing: list[int], where: str) -> None:
     (found,) = describe_hang(HungError(phase, 5.0, missing, {}), Names(workers(4, 2)), [[(0, 3), (1, 2)]])
     assert (found.where, found.level) == (where, "error")
     assert "within 5 s" in found.text
 
 
-def test_a_worker_that_failed_is_named_with_its_words() -> None:
+def test_a_worker_that_failed_is_named_with_its_error() -> None:
     (found,) = describe_hang(HungError("device", 5.0, [], {3: "RuntimeError: ECC"}), Names(workers(2, 2)), [])
     assert sentence(found).startswith(
         "rank 3 (n1, local rank 1) failed in the phase device: RuntimeError: ECC; look at"
@@ -216,7 +212,7 @@ def test_a_worker_that_failed_is_named_with_its_words() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 8])
-def test_everybody_meets_everybody_once_and_one_at_a_time(num_nodes: int) -> None:
+def test_rounds_have_every_pair_once_and_no_node_twice(num_nodes: int) -> None:
     played = rounds(num_nodes)
     pairs = [pair for turn in played for pair in turn]
     assert sorted(pairs) == [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
@@ -231,7 +227,7 @@ def test_a_large_job_tries_a_bounded_number_of_partners() -> None:
     assert 0 in partners(77, 1000)
 
 
-def test_a_training_is_told_in_one_line_and_a_line_for_each_warning() -> None:
+def test_notices_of_a_training() -> None:
     measured = Measurements(workers=workers(3, 2), between=between(3, {(1, 2): 4e9}))
     warned = notices_of(measured, judge(measured))
     assert [notice.kind for notice in warned] == ["info", "warning"]
@@ -243,7 +239,7 @@ def test_a_training_is_told_in_one_line_and_a_line_for_each_warning() -> None:
     assert notices_of(measured, well)[0].text.endswith("no slow device or link")
 
 
-def test_sizes_and_times_in_words() -> None:
+def test_sizes_and_times_in_text() -> None:
     sizes = [format_bytes(value) for value in (0, 12, 999.6, 1.5e3, 999.6e6, 1.234e9, 123.4e12, 12.3456e15)]
     assert sizes == ["0 B", "12 B", "1 kB", "1.5 kB", "1 GB", "1.23 GB", "123 TB", "12346 TB"]
     assert [time_text(value) for value in (3.5e-5, 0.0123, 2.0)] == ["35 µs", "12.3 ms", "2 s"]

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from stormo import __version__
-from stormo.doctor import job
+from stormo.doctor import command
 from stormo.doctor.finding import Finding
-from stormo.doctor.measure import WorkerInfo, measure_device
-from stormo.doctor.network import Greeter, own_address, require_rendezvous
+from stormo.doctor.measure import ProbeServer, WorkerInfo, measure_device, own_address, require_rendezvous
 from stormo.doctor.preflight import HungError, Limits, Phases, Preflight, PreflightError
 from stormo.errors import SettingError, StormoError
 from stormo.launch import RankInfo, alone
@@ -30,8 +29,8 @@ TWO_NODES = replace(alone(), launcher="local", world_size=2, num_nodes=2, master
 
 
 @pytest.fixture
-def greeter() -> Iterator[Greeter]:
-    made = Greeter(0, LOCAL)
+def server() -> Iterator[ProbeServer]:
+    made = ProbeServer(0, LOCAL)
     yield made
     made.close()
 
@@ -41,7 +40,7 @@ def worker(port: int, node: int = 1) -> WorkerInfo:
 
 
 def serve(answer: Callable[[socket.socket, int], None]) -> int:
-    """A program that is not what it seems: takes one connection and answers in its own way."""
+    """A server that answers one connection as it should not."""
     listener = socket.create_server((LOCAL, 0))
     port = int(listener.getsockname()[1])
 
@@ -74,30 +73,30 @@ def drop_large_packets(connection: socket.socket, port: int) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "outcome"),
-    [(say_nothing, "silent"), (greet_as_another, "stranger"), (drop_large_packets, "packets")],
+    [(say_nothing, "silent"), (greet_as_another, "wrong_peer"), (drop_large_packets, "packets")],
 )
-def test_a_connection_that_opens_is_not_yet_a_node_that_answers(
-    greeter: Greeter, answer: Callable[[socket.socket, int], None], outcome: str
+def test_a_peer_that_does_not_answer_as_a_node(
+    server: ProbeServer, answer: Callable[[socket.socket, int], None], outcome: str
 ) -> None:
-    (attempt,) = greeter.try_all([worker(serve(answer))], 1.0)
+    (attempt,) = server.connect_all([worker(serve(answer))], 1.0)
     assert (attempt.node, attempt.to, attempt.outcome) == (0, 1, outcome)
 
 
-def test_nodes_greet_each_other_and_tell_their_time(greeter: Greeter) -> None:
-    other = Greeter(1, LOCAL)
+def test_nodes_probe_each_other_and_compare_clocks(server: ProbeServer) -> None:
+    other = ProbeServer(1, LOCAL)
     try:
         with socket.create_server((LOCAL, 0)) as closed:
             port = closed.getsockname()[1]
-        well, wrong, refused = greeter.try_all([worker(other.port), worker(other.port, node=2), worker(port)], 20.0)
+        well, wrong, refused = server.connect_all([worker(other.port), worker(other.port, node=2), worker(port)], 20.0)
     finally:
         other.close()
-    assert [one.outcome for one in (well, wrong, refused)] == ["ok", "stranger", "refused"]
+    assert [one.outcome for one in (well, wrong, refused)] == ["ok", "wrong_peer", "refused"]
     assert well.clock_ahead_s is not None
     assert abs(well.clock_ahead_s) <= well.clock_error_s + 0.01
     assert refused.detail == "Connection refused"
 
 
-def test_a_node_is_found_where_its_workers_will_be() -> None:
+def test_the_address_of_a_node() -> None:
     assert own_address(alone()) == LOCAL
     assert own_address(TWO_NODES, {}) == LOCAL
     assert own_address(replace(TWO_NODES, master_addr="192.0.2.1"), {"GLOO_SOCKET_IFNAME": "lo"}) == LOCAL
@@ -105,18 +104,18 @@ def test_a_node_is_found_where_its_workers_will_be() -> None:
         own_address(TWO_NODES, {"GLOO_SOCKET_IFNAME": "eth77"})
 
 
-def test_a_meeting_point_that_cannot_be_reached_is_said_at_once() -> None:
+def test_a_rendezvous_that_cannot_be_reached_is_an_error_at_once() -> None:
     with socket.create_server((LOCAL, 0)) as listener:
         port = listener.getsockname()[1]
-        place = replace(TWO_NODES, rank=1, node_id=1, host="n1", master_port=port)
-        require_rendezvous(place)
+        rank_info = replace(TWO_NODES, rank=1, node_id=1, host="n1", master_port=port)
+        require_rendezvous(rank_info)
     expected = rf"preflight: node 0 cannot be reached at 127.0.0.1:{port} from node 1 \(n1\): Connection refused; open"
     with pytest.raises(StormoError, match=expected):
-        require_rendezvous(place)
-    require_rendezvous(replace(place, launcher="slurm"))  # rank 0 may only be on its way
+        require_rendezvous(rank_info)
+    require_rendezvous(replace(rank_info, launcher="slurm"))  # rank 0 may only be on its way
 
 
-def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
+def test_rank_0_that_hangs_is_found_by_its_watchdog() -> None:
     import torch.distributed as dist
 
     from stormo.distributed.store import SignedStore
@@ -124,16 +123,16 @@ def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
     found: list[HungError] = []
     hung = threading.Event()
 
-    def on_hang(trouble: HungError) -> None:
-        found.append(trouble)
+    def on_hang(error: HungError) -> None:
+        found.append(error)
         hung.set()
 
     phases = Phases(SignedStore(dist.HashStore(), "", b""), 0, 1, on_hang)
     phases.run("device", lambda: hung.wait(60.0), 0.1)
-    assert [(trouble.phase, trouble.missing) for trouble in found] == [("device", [0])]
+    assert [(error.phase, error.missing) for error in found] == [("device", [0])]
 
 
-def test_what_a_stranger_writes_into_the_store_is_refused() -> None:
+def test_unsigned_values_in_the_store_are_refused() -> None:
     import torch.distributed as dist
 
     from stormo.distributed.store import SignedStore
@@ -146,11 +145,8 @@ def test_what_a_stranger_writes_into_the_store_is_refused() -> None:
         phases.run("arrival", lambda: 0, 60.0)
 
 
-# --- on several ranks ------------------------------------------------------------------------------------------------
-
-
-class _Meeting:
-    """The store of the ranks' group, as the pre-flight of a training is given it."""
+class _RanksStore:
+    """The store of the ranks' group, as the pre-preflight of a training is given it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -164,18 +160,19 @@ class _Meeting:
         return SignedStore(shared, prefix, b"secret")
 
 
-def _as_two_nodes(place: RankInfo) -> RankInfo:
-    return replace(place, num_nodes=2, node_id=place.rank // 2, local_rank=place.rank % 2, local_size=2)
+def _as_two_nodes(rank_info: RankInfo) -> RankInfo:
+    rank = rank_info.rank
+    return replace(rank_info, num_nodes=2, node_id=rank // 2, local_rank=rank % 2, local_size=2)
 
 
-def _flight(world: Any, name: str, folder: str, limits: Limits) -> Preflight:
-    def on_hang(trouble: PreflightError) -> None:
-        raise AssertionError(trouble)
+def _preflight(world: Any, name: str, folder: str, limits: Limits) -> Preflight:
+    def on_hang(error: PreflightError) -> None:
+        raise AssertionError(error)
 
-    meeting: Any = _Meeting(name)
+    store: Any = _RanksStore(name)
     return Preflight(
-        _as_two_nodes(world.place),
-        meeting,
+        _as_two_nodes(world.rank_info),
+        store,
         backend="gloo",
         limits=limits,
         runs_folder=Path(folder),
@@ -188,13 +185,13 @@ def _measure(world: Any, folder: str) -> list[tuple[str, str]]:
     import torch
 
     before = torch.get_rng_state()
-    flight = _flight(world, "whole", folder, Limits(arrival_s=60.0, one_measurement_s=0.02))
-    flight.connect()
-    assert flight.join(lambda: world) is world
-    flight.measure(world.device)
+    preflight = _preflight(world, "whole", folder, Limits(arrival_s=60.0, one_measurement_s=0.02))
+    preflight.connect()
+    assert preflight.join(lambda: world) is world
+    preflight.measure(world.device)
     assert torch.equal(torch.get_rng_state(), before)
-    assert flight.decide(lambda: "told") == "told"
-    measured = flight.measured
+    assert preflight.decide(lambda: "decided") == "decided"
+    measured = preflight.measured
     if not world.is_main:
         assert measured.devices == []
         return []
@@ -202,37 +199,37 @@ def _measure(world: Any, folder: str) -> list[tuple[str, str]]:
     assert all(device.is_exact and device.flops_per_s > 0 for device in measured.devices)
     assert {(link.a, link.b, link.width) for link in measured.inside} == {(0, 0, 2), (1, 1, 2)}
     assert [(link.a, link.b, link.width) for link in measured.between] == [(0, 1, 2)]
-    assert measured.overall is not None
+    assert measured.all_reduce is not None
     assert all(link.bytes_per_s > 0 for link in (*measured.inside, *measured.between))
-    return [(finding.check, finding.level) for finding in flight.findings() if finding.level == "error"]
+    return [(finding.check, finding.level) for finding in preflight.findings() if finding.level == "error"]
 
 
 def _hang(world: Any, folder: str) -> str:
     def part() -> None:
-        if world.rank == 2:  # until the others have given it up
-            words = _Meeting("hang").signed("preflight", own_connection=True)
-            words.get("device/verdict", timedelta(seconds=60))
+        if world.rank == 2:  # until rank 0 has given up
+            store = _RanksStore("hang").signed("preflight", own_connection=True)
+            store.get("device/verdict", timedelta(seconds=60))
 
-    flight = _flight(world, "hang", folder, Limits(arrival_s=60.0))
-    flight.connect()
+    preflight = _preflight(world, "hang", folder, Limits(arrival_s=60.0))
+    preflight.connect()
     try:
-        flight.gather("device", part, 0.5)
+        preflight.gather("device", part, 0.5)
     except StormoError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _fail(world: Any, folder: str) -> str:
-    flight = _flight(world, "fail", folder, Limits(arrival_s=60.0))
-    flight.connect()
+    preflight = _preflight(world, "fail", folder, Limits(arrival_s=60.0))
+    preflight.connect()
     try:
-        flight.gather("device", lambda: 1 // (world.rank - 3), 60.0)
+        preflight.gather("device", lambda: 1 // (world.rank - 3), 60.0)
     except StormoError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def test_four_workers_that_pose_as_two_nodes(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_four_workers_as_two_nodes(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     assert run_ranks(_measure, 4, str(tmp_path / "runs")) == [[], [], [], []]
     assert list(tmp_path.iterdir()) == []
 
@@ -248,7 +245,7 @@ def test_a_worker_that_hangs_or_fails_is_named_to_all(run_ranks: Callable[..., l
 
 _HANGING = """
 import sys, time
-import stormo.doctor.job as job
+import stormo.doctor.command as command
 import stormo.doctor.preflight as preflight
 from stormo.doctor.measure import Device
 
@@ -257,14 +254,14 @@ def measure(device, rank, budget_s):
     return Device(rank=rank, name="processor", kind="cpu")
 
 preflight.measure_device = measure
-job.Limits = lambda **limits: preflight.Limits(**limits | {{"device_s": 0.5}})
-job.examine = lambda names, limit_s: []
-sys.exit(job.main([]))
+command.Limits = lambda **limits: preflight.Limits(**limits | {{"device_s": 0.5}})
+command.run_checks = lambda names, limit_s: []
+sys.exit(command.check_job([]))
 """
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_doctor_ends_all_workers_when_one_is_stuck_the_main_one_or_another(rank: int, tmp_path: Path) -> None:
+def test_the_doctor_ends_all_workers_when_rank_0_or_another_hangs(rank: int, tmp_path: Path) -> None:
     (tmp_path / "doctor.py").write_text(_HANGING.format(rank=rank))
     done = programs.run(["doctor.py"], tmp_path, 2)
     assert done.returncode == 1
@@ -297,31 +294,27 @@ def test_a_gpu_is_measured_and_left_as_it_was() -> None:
     assert first.is_exact
     assert first.flops_per_s > 1e12
     assert first.digest == second.digest
-    assert min(first.copy_in_bytes_per_s, first.copy_out_bytes_per_s) > 1e9
     assert torch.equal(torch.cuda.get_rng_state(device), before)
     assert torch.cuda.memory_reserved(device) <= reserved
-
-
-# --- the verb --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
         (["--num-gpus", "2", "--limit-s", "1"], "--limit-s 1 was set, but it must be at least 10"),
-        (["--num-nodes", "1:2"], "--num-nodes 1:2 was set, but the doctor looks at the nodes that are there"),
+        (["--num-nodes", "1:2"], "--num-nodes 1:2 was set, but the doctor checks a fixed number of nodes"),
         (["--num-gpus", "two"], "--num-gpus was set to 'two'"),
     ],
 )
-def test_bad_flags_of_the_jobs_doctor(arguments: list[str], match: str) -> None:
+def test_bad_flags_for_a_job(arguments: list[str], match: str) -> None:
     with pytest.raises(SettingError, match=match):
-        job.main(arguments)
+        command.check_job(arguments)
 
 
-def test_the_workers_of_a_doctor_have_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_the_doctor_end_at_once_on_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(job, "run_node", lambda *_, patience, **__: seen.append(patience.interrupted_s) or 0)
-    job.main(["--num-gpus", "2", "--device", "cpu"])
+    monkeypatch.setattr(command, "run_node", lambda *_, timeouts, **__: seen.append(timeouts.interrupted_s) or 0)
+    command.check_job(["--num-gpus", "2", "--device", "cpu"])
     assert 0.0 < seen[0] < 2.0
 
 
@@ -329,7 +322,7 @@ def test_the_same_finding_on_many_nodes_is_one() -> None:
     def note(where: str) -> Finding:
         return Finding(check="energy", level="note", text="not measured", where=where)
 
-    one, two = job.merged([note("n0"), note("n1"), note("n2"), replace(note("n0"), text="else")])
+    one, two = command.merged([note("n0"), note("n1"), note("n2"), replace(note("n0"), text="else")])
     assert (one.where, two.where) == ("n0 and 2 more", "n0")
 
 
@@ -344,7 +337,7 @@ def test_a_driver_that_does_not_answer_is_named(
         ended.set()
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(job, "visible_gpus", lambda: ended.wait(60.0))
-    job.gpus_within(0.01)
+    monkeypatch.setattr(command, "visible_gpus", lambda: ended.wait(60.0))
+    command.gpus_within(0.01)
     assert codes == [1]
     assert " did not answer within 0.01 s; look at the kernel log" in capsys.readouterr().err

@@ -82,7 +82,7 @@ class Job:
     def path(self, node: int) -> Path:
         return self.run_folder / "nodes" / f"{node}.jsonl"
 
-    def keeper(self, node: int, local_rank: int = 0) -> NodeRecorder | NoNodeRecorder:
+    def recorder(self, node: int, local_rank: int = 0) -> NodeRecorder | NoNodeRecorder:
         if local_rank > 0:
             return NoNodeRecorder()
         meter = Meter(
@@ -105,7 +105,7 @@ class Job:
     ) -> None:
         """Run phases of (name, seconds, step at its end); "rollback" goes back to its step instead."""
         chosen = range(len(self.sources)) if nodes is None else nodes
-        workers = [self.keeper(node, rank) for node in chosen for rank in range(self._ranks_per_node)]
+        workers = [self.recorder(node, rank) for node in chosen for rank in range(self._ranks_per_node)]
         first_step = resumed_at_step or 0
         self.spans = []
         places = [self.path(node) for node in chosen for _ in range(self._ranks_per_node)]

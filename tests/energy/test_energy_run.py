@@ -47,12 +47,12 @@ def test_two_workers_and_two_attempts_have_one_bill(
     _assert_is_whole(run, first)
     assert first["energy_parts_j"]["recomputed"] == 0
     epochs = [event for event in read_events(run / "events.jsonl") if event["event"] == "epoch_done"]
-    told = [epoch for epoch in epochs if epoch["energy_j"] is not None]
-    assert told
-    assert 0 < sum(epoch["energy_j"] for epoch in told) < first["energy_j"]
+    measured = [epoch for epoch in epochs if epoch["energy_j"] is not None]
+    assert measured
+    assert 0 < sum(epoch["energy_j"] for epoch in measured) < first["energy_j"]
     (attempt,) = _attempts(run / "nodes" / "0.jsonl")
     measured_s = attempt[-1]["time_unix_s"] - attempt[0]["time_unix_s"]
-    assert 0 < sum(epoch["energy_j"] / epoch["power_w"] for epoch in told) <= measured_s
+    assert 0 < sum(epoch["energy_j"] / epoch["power_w"] for epoch in measured) <= measured_s
     for worker in epochs[-1]["workers"]:
         assert 0 <= worker["input_wait_s"] + worker["exposed_s"] <= worker["train_time_s"]
     assert [(worker["rank"], worker["node"]) for worker in epochs[-1]["workers"]] == [(0, 0), (1, 0)]
@@ -69,7 +69,7 @@ def test_two_workers_and_two_attempts_have_one_bill(
     assert [attempt.resumed_at_step for attempt in bill.attempts] == [None, int(older.removeprefix("step-"))]
     sentence = next(line for line in again.stdout.splitlines() if line.startswith("Energy: "))
     share = second["energy_parts_j"]["recomputed"] / second["energy_j"]
-    assert ("recomputed" in sentence) is (share >= 0.005)  # less is not told
+    assert ("recomputed" in sentence) is (share >= 0.005)  # less is not shown
     assert f"{second['co2e_g']:.3g} g CO2e, " in sentence
 
     monkeypatch.chdir(tmp_path)

@@ -30,7 +30,7 @@ WHOLE = [
 
 def _assert_sums(bill: Bill) -> None:
     assert bill.total_j == math.fsum(bill.parts_j.values())
-    assert bill.total_j == pytest.approx(math.fsum(one.joules for one in bill.stretches), rel=1e-12)
+    assert bill.total_j == pytest.approx(math.fsum(one.joules for one in bill.intervals), rel=1e-12)
     assert bill.total_j == pytest.approx(math.fsum(node.total_j or 0.0 for node in bill.nodes), rel=1e-12)
     assert bill.total_j == pytest.approx(math.fsum(one.total_j or 0.0 for one in bill.attempts), rel=1e-12)
     assert bill.total_j == pytest.approx(math.fsum(bill.kinds_j.values()), rel=1e-12)
@@ -175,7 +175,7 @@ def test_a_node_that_takes_no_part_in_an_attempt_still_loses_its_work(tmp_path: 
     assert "node 2 of 3 wrote no file in attempt 2: the energy is not counted" in bill.reasons
 
 
-def test_attempts_on_other_nodes_are_told_apart_by_their_times(tmp_path: Path) -> None:
+def test_attempts_on_other_nodes_are_separated_by_their_times(tmp_path: Path) -> None:
     _write(tmp_path, "0", _energy(10.0, 1000.0))
     _write(tmp_path, "1", {"kind": "start", "time_unix_s": 9.5}, _energy(20.0, 500.0))  # clocks differ a little
     _write(tmp_path, "2", {"kind": "start", "time_unix_s": 30.0}, _energy(40.0, 300.0))
@@ -210,14 +210,14 @@ def _energy(time_unix_s: float, joules: float, phase: str = "training", **more: 
     return {**line, "waiting_s": None, **more}
 
 
-def test_waiting_is_the_share_of_its_seconds_spread_over_the_training_since_it_was_told(tmp_path: Path) -> None:
+def test_waiting_is_distributed_over_the_training_since_its_last_figure(tmp_path: Path) -> None:
     _write(
         tmp_path,
         "0",
         _energy(10.0, 1000.0, "starting", waiting_s={"input": 0.0, "communication": 7.0}),  # of the rehearsal
         _energy(11.0, 1100.0),
         _energy(14.0, 1500.0, waiting_s={"input": 1.0, "communication": 7.0}),  # 1 s of 4
-        _energy(16.0, 1700.0, "validation", waiting_s={"input": 1.0, "communication": 7.5}),  # told late
+        _energy(16.0, 1700.0, "validation", waiting_s={"input": 1.0, "communication": 7.5}),  # late
         _energy(20.0, 2700.0, waiting_s={"input": 2.0, "communication": 8.0}),  # 2 s of 4 more
         _energy(21.0, 2800.0, waiting_s={"input": 2.0, "communication": 31.0}),  # cannot be: at most all of it
         _energy(23.0, 3000.0),

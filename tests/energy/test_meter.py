@@ -74,7 +74,7 @@ def test_a_gap_in_which_a_wrap_could_go_unseen_is_said_with_its_arithmetic() -> 
     )
 
 
-def test_a_counter_that_was_reset_goes_on_from_there() -> None:
+def test_a_counter_that_was_reset_continues_from_there() -> None:
     meter, probe, clock = _meter(gpu("g"))
     for raw, expected in ((500.0, 500.0), (30.0, 530.0), (40.0, 540.0)):
         clock.now_s += 1
@@ -152,7 +152,7 @@ def test_a_window_too_short_for_its_counter_is_refused(seconds: float, is_too_sh
     assert window.is_too_short is is_too_short
     assert window.measured_j == pytest.approx(100.0 * seconds)
     if is_too_short:
-        with pytest.raises(WindowTooShortError, match=r"2 × 0\.1 s / 0\.05 = 4 s; measure a longer stretch"):
+        with pytest.raises(WindowTooShortError, match=r"2 × 0\.1 s / 0\.05 = 4 s; measure longer"):
             _ = window.joules
 
 

@@ -14,32 +14,32 @@ from typing import Any
 import pytest
 
 from stormo.energy import Meter, Missing
+from stormo.energy.node_file import LineFile
 from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder, steady_unix_s
-from stormo.energy.nodefile import LineFile
 from tests.energy.job import Clock, gpu
 from tests.energy.test_meter import Scripted
 
 
 class Desk:
-    """A keeper on a clock and a counter of the test's own."""
+    """A recorder on a clock and a counter of the test's own."""
 
     def __init__(self, sample: Callable[[], Mapping[str, Any]] | None = None, **more: Any) -> None:
         self.clock = Clock(100.0)
         self.probe = Scripted(gpu("g"))
         missing = [Missing(kind="cpu", reason="none here")]
         meter = Meter([self.probe], self.clock, missing=missing, machine="m", background=False)
-        self.keeper = NodeRecorder(meter, sample, 3, "host", clock=self.clock, background=False, num_nodes=4, **more)
+        self.recorder = NodeRecorder(meter, sample, 3, "host", clock=self.clock, background=False, num_nodes=4, **more)
 
     @property
     def total_j(self) -> float:
-        mark = self.keeper.mark()
+        mark = self.recorder.mark()
         assert mark is not None
         return sum(mark[1].values())
 
     def after(self, seconds: float, joules: float) -> NodeRecorder:
         self.clock.now_s += seconds
         self.probe.raw["g"] += joules
-        return self.keeper
+        return self.recorder
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def test_the_file_of_a_node(tmp_path: Path) -> None:
     desk.after(1.0, 10.0).tick()  # before anyone knows where the file is
     desk.after(1.0, 10.0).attach(path, 40, 40)
     desk.after(0.5, 5.0).enter("training", 40)
-    desk.keeper.advance(41, {"input": 0.25, "communication": None})
+    desk.recorder.advance(41, {"input": 0.25, "communication": None})
     desk.after(1.0, 100.0).tick()
     desk.after(1.0, 100.0).tick()
     desk.after(1.0, 100.0).enter("validation", 42, {"input": 0.5, "communication": 0.125})
@@ -90,7 +90,7 @@ def test_the_file_of_a_node(tmp_path: Path) -> None:
         (101.0, 40, "starting", 10.0, None),
         (102.5, 40, "starting", 25.0, None),
         (103.5, 41, "training", 125.0, {"input": 0.25, "communication": None}),
-        (104.5, 41, "training", 225.0, None),  # nothing new was told
+        (104.5, 41, "training", 225.0, None),  # no new figure
         (105.5, 42, "training", 325.0, {"input": 0.5, "communication": 0.125}),
         (106.5, 42, "validation", 375.0, None),
         (107.5, 40, "validation", 395.0, None),
@@ -100,19 +100,19 @@ def test_the_file_of_a_node(tmp_path: Path) -> None:
         {"kind": "rollback", "time_unix_s": 106.5, "to_step": 40},
         {"kind": "end", "time_unix_s": 107.5},
     ]
-    assert desk.keeper.failure is None
+    assert desk.recorder.failure is None
 
 
-def test_nothing_comes_after_the_end_and_a_second_attempt_goes_on_below(tmp_path: Path) -> None:
+def test_nothing_comes_after_the_end_and_a_second_attempt_is_appended(tmp_path: Path) -> None:
     path = tmp_path / "0.jsonl"
     for _ in range(2):
         desk = Desk()
-        desk.keeper.attach(path, None, 0)
-        desk.keeper.close()
-        desk.keeper.close()
-        desk.keeper.tick()
-        desk.keeper.enter("idle", 1)
-        desk.keeper.rolled_back(0)
+        desk.recorder.attach(path, None, 0)
+        desk.recorder.close()
+        desk.recorder.close()
+        desk.recorder.tick()
+        desk.recorder.enter("idle", 1)
+        desk.recorder.rolled_back(0)
         assert desk.probe.num_closed == 1
     assert [line["kind"] for line in _lines(path)] == ["start", "energy", "end"] * 2
 
@@ -121,22 +121,22 @@ def test_a_line_cut_by_a_kill_is_taken_away_first(tmp_path: Path) -> None:
     path = tmp_path / "0.jsonl"
     path.write_text('{"kind": "end"}\n{"kind": "ener')
     desk = Desk()
-    desk.keeper.attach(path, None, 0)
-    desk.keeper.close()
+    desk.recorder.attach(path, None, 0)
+    desk.recorder.close()
     assert [line["kind"] for line in _lines(path)] == ["end", "start", "energy", "end"]
 
 
 def test_without_a_file_nothing_is_written_and_the_figures_are_there(tmp_path: Path) -> None:
     desk = Desk()
-    assert (desk.total_j, desk.keeper.power_w) == (0.0, None)
+    assert (desk.total_j, desk.recorder.power_w) == (0.0, None)
     desk.after(1.0, 80.0).tick()
-    assert (desk.total_j, desk.keeper.power_w) == (80.0, 80.0)
+    assert (desk.total_j, desk.recorder.power_w) == (80.0, 80.0)
     desk.after(0.1, 100.0).enter("training", 0)
-    assert desk.keeper.power_w == pytest.approx(180.0 / 1.1)
+    assert desk.recorder.power_w == pytest.approx(180.0 / 1.1)
     for _ in range(5):
         desk.after(1.0, 300.0).tick()
-    assert desk.keeper.power_w == 300.0  # of the last seconds alone
-    desk.keeper.close()
+    assert desk.recorder.power_w == 300.0  # of the last seconds alone
+    desk.recorder.close()
     assert desk.total_j == 1680.0
     assert list(tmp_path.iterdir()) == []
 
@@ -144,13 +144,13 @@ def test_without_a_file_nothing_is_written_and_the_figures_are_there(tmp_path: P
 def test_a_window_between_readings_tells_how_wrong_it_can_be() -> None:
     desk = Desk()
     desk.after(1.0, 100.0).tick()
-    mark = desk.keeper.mark()
+    mark = desk.recorder.mark()
     desk.after(1.0, 300.0).tick()
-    short = desk.keeper.between(mark, desk.keeper.mark())
+    short = desk.recorder.between(mark, desk.recorder.mark())
     assert short is not None
     assert (short.measured_j, short.error_j, short.is_too_short) == (300.0, pytest.approx(60.002), True)
     desk.after(9.0, 2700.0).tick()
-    longer = desk.keeper.between(mark, desk.keeper.mark())
+    longer = desk.recorder.between(mark, desk.recorder.mark())
     assert longer is not None
     assert (longer.measured_j, longer.error_j, longer.is_too_short) == (3000.0, pytest.approx(60.002), False)
 
@@ -158,21 +158,21 @@ def test_a_window_between_readings_tells_how_wrong_it_can_be() -> None:
 def test_a_long_attempt_writes_fewer_lines_and_measures_as_often(tmp_path: Path) -> None:
     path = tmp_path / "0.jsonl"
     desk = Desk(lambda: {"load_1": desk.clock.now_s})
-    desk.keeper.attach(path, None, 0)
+    desk.recorder.attach(path, None, 0)
     desk.after(1.0, 10.0).enter("training", 0)
     desk.clock.now_s += 5 * 3600
-    desk.keeper.tick()
+    desk.recorder.tick()
     for _ in range(100):
         desk.after(1.0, 10.0).tick()
-    assert desk.keeper.power_w == 10.0
+    assert desk.recorder.power_w == 10.0
     assert desk.total_j == 1010.0
-    assert desk.keeper.latest_sample == {"load_1": desk.clock.now_s}
-    desk.keeper.enter("validation", 9)  # a change of phase is always told
+    assert desk.recorder.latest_sample == {"load_1": desk.clock.now_s}
+    desk.recorder.enter("validation", 9)  # a change of phase is always logged
     lines = _lines(path)
     assert sum(line["kind"] == "energy" for line in lines) == 2 + 100 // 6 + 1
     assert sum(line["kind"] == "sample" for line in lines) == 1 + 100 // 6
     assert lines[-1]["joules"] == {"g": 1010.0}
-    desk.keeper.close()
+    desk.recorder.close()
 
 
 def test_a_file_that_never_comes_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,16 +180,16 @@ def test_a_file_that_never_comes_does_not_fill_the_memory(monkeypatch: pytest.Mo
     desk = Desk(lambda: {"load_1": 1.0})
     for _ in range(100):
         desk.after(1.0, 10.0).tick()
-    lines = desk.keeper._lines
+    lines = desk.recorder._lines
     assert len(lines) == 33
     assert (lines[0]["time_unix_s"], lines[-1]["time_unix_s"]) == (101.0, 200.0)
 
 
 def test_where_nothing_can_be_read_the_figures_are_none() -> None:
-    keeper = NodeRecorder(Meter([], background=False), None, 0, "host", background=False)
-    keeper.tick()
-    assert (keeper.mark(), keeper.between(None, None), keeper.power_w) == (None, None, None)
-    keeper.close()
+    recorder = NodeRecorder(Meter([], background=False), None, 0, "host", background=False)
+    recorder.tick()
+    assert (recorder.mark(), recorder.between(None, None), recorder.power_w) == (None, None, None)
+    recorder.close()
 
 
 def test_samples_come_every_other_second_and_a_bad_one_ends_nothing(tmp_path: Path) -> None:
@@ -203,23 +203,23 @@ def test_samples_come_every_other_second_and_a_bad_one_ends_nothing(tmp_path: Pa
         return found
 
     desk = Desk(sample)
-    desk.keeper.attach(path, None, 0)
+    desk.recorder.attach(path, None, 0)
     for _ in range(5):
-        desk.keeper.tick()
+        desk.recorder.tick()
         desk.after(1.0, 1.0)
-    assert desk.keeper.latest_sample == {"load_1": 1.5, "odd": b"?"}
-    desk.keeper.close()
+    assert desk.recorder.latest_sample == {"load_1": 1.5, "odd": b"?"}
+    desk.recorder.close()
     found = [line for line in _lines(path) if line["kind"] == "sample"]
     assert [line["load_1"] for line in found] == [0.5, 1.5]
     assert found[0]["odd"] is None
     assert [line["time_unix_s"] for line in found] == [100.0, 104.0]  # by the clock of the other lines
-    assert desk.keeper.failure == "the state of the node cannot be sampled: no sensor"
+    assert desk.recorder.failure == "the state of the node cannot be sampled: no sensor"
 
 
 def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "0.jsonl"
     desk = Desk()
-    desk.keeper.attach(path, None, 0)
+    desk.recorder.attach(path, None, 0)
     is_full = True
     opened = LineFile._open
 
@@ -236,14 +236,14 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path, monkeypatch: py
             self.file.close()
 
     monkeypatch.setattr(LineFile, "_open", lambda self: Full(opened(self)))
-    desk.keeper._file.close()  # type: ignore[union-attr]
+    desk.recorder._file.close()  # type: ignore[union-attr]
     desk.after(1.0, 10.0).enter("training", 1)
     desk.after(1.0, 10.0).enter("validation", 2)
-    assert desk.keeper.failure == f"{path} cannot be written: No space left on device"
+    assert desk.recorder.failure == f"{path} cannot be written: No space left on device"
     assert desk.total_j == 20.0
     is_full = False
     desk.after(1.0, 10.0).enter("idle", 2)
-    desk.keeper.close()
+    desk.recorder.close()
     lines = _lines(path)
     assert [line["kind"] for line in lines] == ["start", *["energy"] * 4, "end"]
     assert [line["phase"] for line in lines[1:-1]] == ["starting", "training", "validation", "idle"]
@@ -252,19 +252,19 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path, monkeypatch: py
 def test_a_folder_that_vanishes_or_cannot_be_made_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     desk = Desk()
-    desk.keeper.attach(tmp_path / "file" / "nodes" / "0.jsonl", None, 0)
+    desk.recorder.attach(tmp_path / "file" / "nodes" / "0.jsonl", None, 0)
     desk.after(1.0, 5.0).enter("training", 0)
-    desk.keeper.close()
-    assert desk.keeper.failure is not None
-    assert desk.keeper.failure.startswith(f"{tmp_path}/file/nodes cannot be made: ")
+    desk.recorder.close()
+    assert desk.recorder.failure is not None
+    assert desk.recorder.failure.startswith(f"{tmp_path}/file/nodes cannot be made: ")
     assert desk.total_j == 5.0
 
 
 def test_a_counter_that_fails_in_a_new_way_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
     monkeypatch.setattr(desk.probe, "read", lambda: 1 / 0)
-    desk.keeper.enter("training", 0)
-    assert desk.keeper.failure == "the energy cannot be read: division by zero"
+    desk.recorder.enter("training", 0)
+    assert desk.recorder.failure == "the energy cannot be read: division by zero"
     monkeypatch.undo()
     desk.after(1.0, 7.0).close()
     assert desk.total_j == 7.0
@@ -273,10 +273,10 @@ def test_a_counter_that_fails_in_a_new_way_ends_nothing(monkeypatch: pytest.Monk
 def test_a_doubt_that_comes_up_is_written_with_the_next_line(tmp_path: Path) -> None:
     path = tmp_path / "0.jsonl"
     desk = Desk()
-    desk.keeper.attach(path, None, 0)
+    desk.recorder.attach(path, None, 0)
     desk.after(1.0, 9.0).tick()
     desk.after(1.0, -5.0).tick()
-    desk.keeper.close()
+    desk.recorder.close()
     assert [line.get("notes") for line in _lines(path)] == [
         ["a note"],
         None,
@@ -286,16 +286,16 @@ def test_a_doubt_that_comes_up_is_written_with_the_next_line(tmp_path: Path) -> 
     ]
 
 
-def test_the_thread_writes_while_training_goes_on_and_ends_with_it(tmp_path: Path) -> None:
+def test_the_thread_writes_during_training_and_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / "nodes" / "0.jsonl"
     meter = Meter([Scripted(gpu("g"))])
-    keeper = NodeRecorder(meter, lambda: {"load_1": 1.0}, 0, "host", tick_s=0.01, sample_s=0.01)
-    keeper.attach(path, None, 0)
-    keeper.enter("training", 0)
+    recorder = NodeRecorder(meter, lambda: {"load_1": 1.0}, 0, "host", tick_s=0.01, sample_s=0.01)
+    recorder.attach(path, None, 0)
+    recorder.enter("training", 0)
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s and not (path.is_file() and path.read_text().count('"sample"') > 2):
         time.sleep(0.01)
-    keeper.close()
+    recorder.close()
     lines = _lines(path)
     assert lines[0]["kind"] == "start"
     assert lines[-1]["kind"] == "end"
@@ -304,7 +304,7 @@ def test_the_thread_writes_while_training_goes_on_and_ends_with_it(tmp_path: Pat
     times_s = [line["time_unix_s"] for line in lines if line["kind"] != "sample"]
     assert times_s == sorted(times_s)
     assert abs(times_s[0] - steady_unix_s()) < 60
-    assert "stormo-keeper" not in [thread.name for thread in threading.enumerate()]
+    assert "stormo-recorder" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_training_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,18 +315,18 @@ def test_training_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.M
         assert may_go_on.wait(30)
 
     monkeypatch.setattr(LineFile, "append", hang)
-    keeper = NodeRecorder(Meter([Scripted(gpu("g"))]), None, 0, "host", tick_s=0.01)
-    keeper.attach(tmp_path / "0.jsonl", None, 0)
+    recorder = NodeRecorder(Meter([Scripted(gpu("g"))]), None, 0, "host", tick_s=0.01)
+    recorder.attach(tmp_path / "0.jsonl", None, 0)
     assert is_writing.wait(30)
     for phase in ("training", "validation", "checkpoint", "training"):  # would never return
-        keeper.enter(phase, 1)
-    keeper.rolled_back(0)
-    assert keeper.power_w in (None, 0.0)  # by how long that took
+        recorder.enter(phase, 1)
+    recorder.rolled_back(0)
+    assert recorder.power_w in (None, 0.0)  # by how long that took
     may_go_on.set()
-    keeper.close()
+    recorder.close()
 
 
-def test_a_worker_without_a_keeper_has_the_same_face() -> None:
+def test_the_null_recorder_has_the_same_methods() -> None:
     none = NoNodeRecorder()
     none.attach(Path("nowhere"), None, 0)
     none.enter("training", 0)

@@ -133,7 +133,7 @@ def test_a_device_tells_in_plain_units_or_says_why_not(method: str) -> None:
     assert getattr(telling, method)() == TOLD[method]
     assert telling.why_not(method) == ""
     assert getattr(silent, method)() is None
-    assert silent.why_not(method).startswith("Tesla V100 does not tell it (")
+    assert silent.why_not(method).startswith("Tesla V100 does not support it (")
 
 
 def test_an_instance_has_its_own_memory_and_the_power_of_the_whole_gpu() -> None:
@@ -146,7 +146,7 @@ def test_an_instance_has_its_own_memory_and_the_power_of_the_whole_gpu() -> None
         ("power limit", "heat"),
     )
     assert instance.utilisation() is None
-    assert instance.why_not("utilisation") == "a MIG instance does not tell it (Not Supported)"
+    assert instance.why_not("utilisation") == "a MIG instance does not support it (Not Supported)"
 
 
 def test_a_value_that_comes_back_clears_the_reason() -> None:

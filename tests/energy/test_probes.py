@@ -41,14 +41,14 @@ def test_a_gpu_without_a_counter_gives_its_power_and_says_so() -> None:
     assert probe.sources[0].method == "power"
     assert probe.read() == {"GPU-p": 123.0}
     assert probe.notes == (
-        "GPU-p has no energy counter (Tesla P100 does not tell it (Not Supported)): its power is integrated",
+        "GPU-p has no energy counter (Tesla P100 does not support it (Not Supported)): its power is integrated",
     )
 
 
 def test_a_gpu_that_tells_nothing_is_missing_and_nothing_is_invented() -> None:
     probe, reasons, library = _open([Card("GPU-a", name="GeForce")], None)
     assert probe is None
-    why = "GeForce does not tell it (Not Supported)"
+    why = "GeForce does not support it (Not Supported)"
     assert reasons == [f"GPU-a: energy: {why}; power: {why}"]
     assert library.num_open == 0
 
@@ -157,7 +157,7 @@ def test_counters_for_root_alone_come_with_their_mend(powercap: Path, monkeypatc
     assert [one.id for one in probe.sources] == ["intel-rapl:1", "intel-rapl:1:1"]
     assert [one.kind for one in missing] == ["cpu", "dram"]
     assert missing[0].reason == (
-        "package-0: root alone may read the counter (CVE-2020-8694); an administrator allows it until the next boot "
+        "package-0: only root may read the counter (CVE-2020-8694); an administrator allows it until the next boot "
         f"with: sudo chmod a+r {powercap}/intel-rapl:0/energy_uj"
     )
 

@@ -1,9 +1,10 @@
-"""Runs one node as the command line would: JSON arguments in, sentence and exit code out."""
+"""Runs one node as the command line would: arguments in, message and exit code out."""
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from stormo.errors import StormoError
 from stormo.launch import AgentTimeouts, Node, run_node
@@ -11,16 +12,15 @@ from stormo.launch.control import ChannelTimeouts
 from stormo.launch.root_cause import SettleTimes
 
 
-def main() -> None:
-    arguments = json.loads(sys.argv[1])
-    patience = dict(arguments.pop("patience", {}))
-    patience["channel"] = ChannelTimeouts(**patience.get("channel", {}))
-    patience["settle"] = SettleTimes(**patience.get("settle", {}))
+def main(arguments: dict[str, Any]) -> None:
+    timeouts = dict(arguments.pop("timeouts", {}))
+    timeouts["channel"] = ChannelTimeouts(**timeouts.get("channel", {}))
+    timeouts["settle"] = SettleTimes(**timeouts.get("settle", {}))
     try:
         code = run_node(
             arguments.pop("command"),
             Node(**arguments.pop("node")),
-            patience=AgentTimeouts(**patience),
+            timeouts=AgentTimeouts(**timeouts),
             **arguments,
         )
     except StormoError as error:
@@ -30,4 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

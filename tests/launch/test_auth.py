@@ -193,7 +193,7 @@ def test_a_stranger_is_dropped_alone_and_told_nothing(server: Server, words: byt
     with socket.create_connection(address_of(server)) as stranger:
         stranger.sendall(words)
         heard = [json.loads(line) for line in hear(stranger, server).splitlines()]
-    assert [message["type"] for message in heard] in ([], ["challenge"], ["challenge", "stranger"])
+    assert [message["type"] for message in heard] in ([], ["challenge"], ["challenge", "unauthenticated"])
     assert all(message.keys() <= {"type", "protocol", "nonce"} for message in heard)
     require_still_good(server)
 
@@ -238,7 +238,7 @@ def test_what_an_honest_member_has_said_is_of_no_use_to_who_says_it_again(server
     try:
         with socket.create_connection(address_of(again)) as stranger:
             stranger.sendall(said.partition(b"\n")[0] + b"\n")
-            assert b"stranger" in hear(stranger, again)
+            assert b"unauthenticated" in hear(stranger, again)
         require_still_good(again)
     finally:
         again.abandon()
@@ -335,7 +335,7 @@ CHALLENGE = json.dumps({"type": "challenge", "protocol": PROTOCOL, "nonce": NONC
         {"type": "proof", "code": "0" * 64},
         {"type": "proof", "code": "\ud800"},
         {"type": "proof"},
-        {"type": "stranger"},
+        {"type": "unauthenticated"},
         {"type": "go", "payload": {}},
         {"type": "refuse", "sentence": "you are mine", "exit_code": 2},
     ],
@@ -368,10 +368,10 @@ def test_an_answer_that_is_only_sent_back_is_no_proof() -> None:
 
 
 def test_an_address_that_leads_to_a_stranger_is_looked_up_again(server: Server) -> None:
-    squatter: Any = impostor(CHALLENGE, b'{"type":"stranger"}\n')
+    squatter: Any = impostor(CHALLENGE, b'{"type":"unauthenticated"}\n')
     with squatter as wrong:
         addresses = [None, wrong, address_of(server)]
-        client = member(("127.0.0.1", 1), look=lambda: addresses.pop(0) if len(addresses) > 1 else addresses[0])
+        client = member(("127.0.0.1", 1), find_server=lambda: addresses.pop(0) if len(addresses) > 1 else addresses[0])
         all_started(server, client)
         client.abandon()
 

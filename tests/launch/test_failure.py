@@ -79,7 +79,7 @@ def test_signals_and_exit_codes_are_named() -> None:
 def test_a_failure_survives_the_way_over_a_socket() -> None:
     failure = of_exception(raised(ValueError("bo\tom é")), rank=1, host="n2", secondary=True)
     assert Failure.from_message(json.loads(json.dumps(failure.to_message()))) == failure
-    of_script = of_exit(3, rank=1, host="n2", is_of_script=True)
+    of_script = of_exit(3, rank=1, host="n2", keeps_code=True)
     assert of_script.exit_code == 3
     assert Failure.from_message(of_script.to_message()) == of_script
 

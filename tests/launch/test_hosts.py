@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from stormo.cli import main
-from stormo.config.options import flat_settings, to_toml
-from stormo.config.schema import Effective
+from stormo.config.options import flat_settings
+from stormo.config.schema import ResolvedBatch
+from stormo.config.toml import to_toml
 from stormo.errors import SettingError
 from stormo.launch import hosts
 from stormo.launch.hosts import ListedHost, all_here, hosts_of_job, parse_hosts, read_hostfile, slots_of
@@ -190,7 +191,7 @@ def test_a_file_that_names_the_launcher_does_not_start_it_again_on_the_hosts(
     assert main(["train", "--config", "my.toml", "--launcher", "auto", "--dry-run"]) == 0
     known = {"launcher", "hosts", "hostfile", "print_commands"}
     assert not known & set(flat_settings(config))
-    text = to_toml(config, Effective(global_batch_size=1, learning_rate=1.0, warmup_start=1.0))
+    text = to_toml(config, ResolvedBatch(global_batch_size=1, learning_rate=1.0, warmup_start=1.0))
     assert not any(line.startswith(tuple(known)) for line in text.splitlines())
 
 
@@ -201,49 +202,28 @@ def test_a_dry_run_counts_the_hosts(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "start", "instead"),
     [
+        ("--hosts n1", "--hosts was set without --launcher,", "set --launcher ssh."),
+        ("--launcher ssh", "--launcher ssh was set, but no host was named;", "set --hosts node1,node2"),
+        ("--launcher ssh --hosts n1 --hostfile f", "--hosts and --hostfile were set,", "leave one of them out."),
         (
-            ["--hosts", "n1"],
-            "--hosts was set without --launcher, but it is for ssh; set --launcher ssh.",
+            "--launcher ssh --hosts n1,n2 --num-nodes 3",
+            "--num-nodes 3 was set, but 2 hosts are named;",
+            "leave it out.",
         ),
-        (
-            ["--launcher", "ssh"],
-            "--launcher ssh was set, but no host was named; set --hosts node1,node2 or --hostfile FILE.",
-        ),
-        (
-            ["--launcher", "ssh", "--hosts", "n1", "--hostfile", "f"],
-            "--hosts and --hostfile were set, but one of them names the hosts; leave one of them out.",
-        ),
-        (
-            ["--launcher", "ssh", "--hosts", "n1,n2", "--num-nodes", "3"],
-            "--num-nodes 3 was set, but 2 hosts are named; leave it out.",
-        ),
-        (
-            ["--launcher", "ssh", "--hosts", "localhost,n2"],
-            "the first of 2 hosts was named localhost, but the others would look for it on themselves; "
-            "name it as they know it, or set --master-addr.",
-        ),
-        (
-            ["--launcher", "ssh", "--hosts", "n1,n2", "--node-id", "1", "--num-nodes", "2"],
-            "--node-id 1 was set with --launcher ssh, but every host gets a number of its own; leave it out.",
-        ),
-        (
-            ["--launcher", "ssh", "--hosts", "n1,n2", "--max-restarts", "2"],
-            "--max-restarts 2 was set without --run-name, but every node must find the run to resume; "
-            "set the same --run-name on every node.",
-        ),
-        (
-            ["--launcher", "mpi", "--hosts", "n1,n2"],
-            "--launcher mpi was set, but stormo no longer has it; type mpirun yourself, whose ranks join by "
-            "themselves: mpirun -n 8 stormo train.",
-        ),
+        ("--launcher ssh --hosts localhost,n2", "the first of 2 hosts was named localhost,", "or set --master-addr."),
+        ("--launcher ssh --hosts n1,n2 --node-id 1 --num-nodes 2", "--node-id 1 was set with", "leave it out."),
+        ("--launcher ssh --hosts n1,n2 --max-restarts 2", "--max-restarts 2 was set without --run-name,", "--run-name"),
+        ("--launcher mpi --hosts n1,n2", "--launcher mpi was set, but stormo no longer has it;", "mpirun -n 8 stormo"),
     ],
 )
 def test_what_contradicts_a_launcher_is_refused(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, start: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused(capsys, "train", *arguments) == sentence
+    sentence = refused(capsys, "train", *arguments.split())
+    assert sentence.startswith(start)
+    assert instead in sentence
 
 
 def test_a_rank_is_not_launched_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,11 +44,11 @@ def test_a_worker_reads_what_its_agent_wrote(node_id: int, local_rank: int) -> N
     node = Node(num_workers=3, num_nodes=2, node_id=node_id, master_addr="n1")
     environ = told(node, local_rank)
     assert local.detect(environ)
-    place = local.rank_info(environ)
-    assert (place.launcher, place.rank, place.world_size) == ("local", 3 * node_id + local_rank, 6)
-    assert (place.local_rank, place.local_size) == (local_rank, 3)
-    assert (place.node_id, place.num_nodes) == (node_id, 2)
-    assert (place.master_addr, place.master_port) == ("n1", 12345)
+    info = local.rank_info(environ)
+    assert (info.launcher, info.rank, info.world_size) == ("local", 3 * node_id + local_rank, 6)
+    assert (info.local_rank, info.local_size) == (local_rank, 3)
+    assert (info.node_id, info.num_nodes) == (node_id, 2)
+    assert (info.master_addr, info.master_port) == ("n1", 12345)
     assert environ["MASTER_PORT"] == "23456"  # a script that calls torch.distributed finds it free
 
 

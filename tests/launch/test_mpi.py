@@ -33,12 +33,12 @@ def hydra(rank: int, size: int, local_rank: int, local_size: int, **more: str) -
 
 
 @pytest.mark.parametrize("family", [open_mpi, hydra])
-def test_a_rank_on_one_node_knows_its_place(family: type) -> None:
+def test_a_rank_on_one_node_knows_its_rank(family: type) -> None:
     environ = family(1, 4, 1, 4)
     assert mpi.detect(environ)
-    place = mpi.rank_info(environ)
-    assert (place.rank, place.world_size, place.local_rank, place.local_size) == (1, 4, 1, 4)
-    assert (place.node_id, place.num_nodes, place.master_addr) == (0, 1, "127.0.0.1")
+    info = mpi.rank_info(environ)
+    assert (info.rank, info.world_size, info.local_rank, info.local_size) == (1, 4, 1, 4)
+    assert (info.node_id, info.num_nodes, info.master_addr) == (0, 1, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_a_rank_on_one_node_knows_its_place(family: type) -> None:
     [((5, 8, 1, 4), 1), ((3, 8, 3, 4), 0), ((5, 8, 2, 4), 1), ((6, 8, 3, 4), 0), ((3, 4, 0, 1), 3)],
 )
 def test_the_node_follows_from_both_usual_orders(numbers: tuple[int, int, int, int], node_id: int) -> None:
-    place = mpi.rank_info(open_mpi(*numbers, MASTER_ADDR="n1"))
-    assert place.node_id == node_id
-    assert place.num_nodes == numbers[1] // numbers[3]
-    assert place.master_addr == "n1"
+    info = mpi.rank_info(open_mpi(*numbers, MASTER_ADDR="n1"))
+    assert info.node_id == node_id
+    assert info.num_nodes == numbers[1] // numbers[3]
+    assert info.master_addr == "n1"
 
 
 def test_several_nodes_need_a_master_address() -> None:

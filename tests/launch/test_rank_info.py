@@ -25,10 +25,10 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def test_a_place_knows_whether_it_is_main_and_whether_loopback_reaches_all() -> None:
-    place = RankInfo(**WHOLE)
-    assert not place.is_main
-    assert not place.all_on_this_host
+def test_rank_0_is_main_and_one_node_is_reached_by_loopback() -> None:
+    info = RankInfo(**WHOLE)
+    assert not info.is_main
+    assert not info.all_on_this_host
     first = RankInfo(**{**WHOLE, "rank": 0, "local_rank": 0, "node_id": 0})
     assert first.is_main
     assert alone().is_main
@@ -43,8 +43,8 @@ def test_a_place_knows_whether_it_is_main_and_whether_loopback_reaches_all() -> 
         ({"world_size": 0}, "a world size of 0"),
         ({"local_rank": 4}, "local rank 4"),
         ({"node_id": 2}, "node id 2"),
-        ({"local_size": 9}, "9 ranks on this node and a world size of 8"),
-        ({"num_nodes": 9}, "9 nodes and a world size of 8"),
+        ({"local_size": 9}, "2 nodes, 9 ranks on this one, and a world size of 8"),
+        ({"num_nodes": 9}, "9 nodes, 4 ranks on this one, and a world size of 8"),
         ({"num_nodes": 1, "node_id": 0}, "one node with 4 ranks on it and a world size of 8"),
         ({"master_addr": ""}, "an empty master address"),
         ({"master_port": 80}, "master port 80 was set"),

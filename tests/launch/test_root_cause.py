@@ -8,21 +8,20 @@ from dataclasses import replace
 import pytest
 
 from stormo.distributed.store import PeerFailedError
+from stormo.launch.control import RankEnded
 from stormo.launch.failure import Failure, of_exception
-from stormo.launch.peer_loss import PeerLoss
 from stormo.launch.root_cause import (
     FailureEvent,
     MissingRank,
-    OrderlyExit,
     SettleTimes,
     Severity,
     blocking_rank,
     decide_at,
-    is_orderly,
     root_cause,
     severity_of,
     waiting_text,
 )
+from stormo.launch.torch_errors import PeerLoss
 
 SETTLE = SettleTimes(cause_s=0.3, secondary_s=1.5, other_nodes_s=3.0)
 
@@ -55,7 +54,7 @@ def test_an_aborted_rank_beats_a_complaint() -> None:
 
 
 def test_complaints_alone_point_at_the_rank_that_ended_early() -> None:
-    endings = [OrderlyExit(rank=3, host="n2", exit_code=0)]
+    endings = [RankEnded(rank=3, host="n2", exit_code=0)]
     named = root_cause([event(0, Severity.SECONDARY, 1.0)], endings).failure
     assert named.sentence == "rank 3 on host n2 ended early with exit code 0"
     assert not named.secondary
@@ -83,10 +82,6 @@ def test_a_complaint_without_explanation_becomes_the_cause() -> None:
 )
 def test_the_wait_depends_on_what_is_known(events: list[FailureEvent], several_nodes: bool, expected: float) -> None:
     assert decide_at(events, SETTLE, several_nodes=several_nodes) == pytest.approx(expected)
-
-
-def test_orderly_ends_are_those_a_worker_chooses() -> None:
-    assert [code for code in range(-20, 256) if is_orderly(code)] == [0, 65, 75, 130]
 
 
 HINT = (
@@ -147,7 +142,8 @@ def test_workers_that_wait_for_each_other_are_all_told_with_the_place_of_the_few
     found = named([*start, waiter(0, "a batch norm in a.py line 11", None, remark)], [])
     assert found.sentence == (
         "rank 0 on host n0 waited 8 s at: a batch norm in a.py line 11; ranks 1, 2, 3 at: the start of epoch 2 in a.py "
-        "line 9; they would wait for each other in vain, so let every worker take the same way. A batch norm waits so."
+        "line 9; they would wait for each other in vain, so let every worker make the same calls. "
+        "A batch norm waits so."
     )
 
 

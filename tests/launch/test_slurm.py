@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stormo.errors import SettingError
 from stormo.launch.environments import slurm
 from stormo.launch.environments.detect import detect
-from stormo.launch.environments.slurm import check_alone, expand_hosts, expand_tasks, gpus_on_node, hints
+from stormo.launch.environments.slurm import check_without_srun, expand_hosts, expand_tasks, gpus_on_node, hints
 from tests.launch.slurm_environments import COMMANDS, tasks_of
 
 STEP = {
@@ -95,13 +95,13 @@ def test_broken_tasks_per_node_are_refused(text: str) -> None:
         expand_tasks(text)
 
 
-def test_a_task_of_a_step_knows_its_place() -> None:
+def test_a_task_of_a_step_knows_its_rank() -> None:
     assert slurm.detect(STEP)
-    place = slurm.rank_info(STEP)
-    assert (place.rank, place.world_size) == (5, 7)
-    assert (place.local_rank, place.local_size) == (1, 2)
-    assert (place.node_id, place.num_nodes) == (2, 4)
-    assert (place.master_addr, place.host) == ("gpu007", "gpu009")
+    info = slurm.rank_info(STEP)
+    assert (info.rank, info.world_size) == (5, 7)
+    assert (info.local_rank, info.local_size) == (1, 2)
+    assert (info.node_id, info.num_nodes) == (2, 4)
+    assert (info.master_addr, info.host) == ("gpu007", "gpu009")
     last = slurm.rank_info(
         {**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURMD_NODENAME": "login1"}
     )
@@ -114,8 +114,8 @@ def test_one_node_meets_on_loopback() -> None:
 
 
 def test_what_the_user_exported_wins() -> None:
-    place = slurm.rank_info({**STEP, "MASTER_ADDR": "gpu007-ib0", "MASTER_PORT": "20000"})
-    assert (place.master_addr, place.master_port) == ("gpu007-ib0", 20000)
+    info = slurm.rank_info({**STEP, "MASTER_ADDR": "gpu007-ib0", "MASTER_PORT": "20000"})
+    assert (info.master_addr, info.master_port) == ("gpu007-ib0", 20000)
 
 
 def test_another_job_or_step_gets_another_port() -> None:
@@ -153,24 +153,24 @@ def test_a_batch_script_that_forgets_srun_is_told_so(command: str) -> None:
     (environ,) = tasks_of(command)
     assert detect(environ) is None
     with pytest.raises(SettingError) as caught:
-        check_alone(environ, **NOTHING_SET)
+        check_without_srun(environ, **NOTHING_SET)
     assert str(caught.value) == (
         "stormo was started in the body of a Slurm batch script without srun, but the job asks for "
         f"{FORGOTTEN[command]} and only this one process would train; write srun in front of it, or set --num-gpus "
-        "for the workers that it starts on this node by itself."
+        "for the workers that it starts on this node."
     )
     # Newer releases number the step of the script too.
     with pytest.raises(SettingError, match="without srun"):
-        check_alone({**environ, "SLURM_STEP_ID": "4294967291"}, **NOTHING_SET)
-    assert check_alone(environ, num_gpus=4, num_nodes=None) is None
+        check_without_srun({**environ, "SLURM_STEP_ID": "4294967291"}, **NOTHING_SET)
+    assert check_without_srun(environ, num_gpus=4, num_nodes=None) is None
 
 
 def test_a_shell_of_a_job_of_several_tasks_is_given_a_hint() -> None:
     (environ,) = tasks_of("salloc -n4 -N2")
     hint = "this Slurm job has 4 tasks on 2 nodes, and this is one process; "
-    assert check_alone(environ, **NOTHING_SET) == hint + "srun in front of the command starts all of them"
+    assert check_without_srun(environ, **NOTHING_SET) == hint + "srun in front of the command starts all of them"
     interactive = {**environ, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}
-    assert (check_alone(interactive, **NOTHING_SET) or "").startswith(hint)
+    assert (check_without_srun(interactive, **NOTHING_SET) or "").startswith(hint)
 
 
 @pytest.mark.parametrize(
@@ -185,17 +185,17 @@ def test_a_shell_of_a_job_of_several_tasks_is_given_a_hint() -> None:
 )
 def test_one_process_where_one_was_asked_for_needs_no_word(environ: dict[str, str]) -> None:
     assert detect(environ) is None
-    assert check_alone(environ, **NOTHING_SET) is None
+    assert check_without_srun(environ, **NOTHING_SET) is None
 
 
 def test_more_nodes_than_the_job_has_are_refused() -> None:
     (environ,) = tasks_of("sbatch -N2")
     with pytest.raises(SettingError) as caught:
-        check_alone(environ, num_gpus=4, num_nodes=4)
+        check_without_srun(environ, num_gpus=4, num_nodes=4)
     assert str(caught.value) == (
         "--num-nodes 4 was set, but this Slurm job has 2 nodes; set --num-nodes 2, or ask Slurm for --nodes 4."
     )
-    assert check_alone(environ, num_gpus=4, num_nodes=2) is None
+    assert check_without_srun(environ, num_gpus=4, num_nodes=2) is None
 
 
 HINTS: dict[str, list[str]] = {
@@ -218,9 +218,9 @@ def test_a_step_that_is_hardly_as_it_was_meant_is_told_so(command: str) -> None:
 
 def test_a_shell_with_the_terminal_of_several_tasks_is_told_for_whom_it_waits() -> None:
     environ = {**tasks_of("srun -N1 -n4 --gpus-per-node=4")[0], "SLURM_PTY_PORT": "40000", "SLURM_TASK_PID": "17"}
-    place = slurm.rank_info(environ)
-    assert hints(environ, place, pid=17) == []  # srun --pty stormo train
-    (hint,) = hints(environ, place, pid=18)
+    info = slurm.rank_info(environ)
+    assert hints(environ, info, pid=17) == []  # srun --pty stormo train
+    (hint,) = hints(environ, info, pid=18)
     assert hint.startswith(
         "srun --pty started 4 tasks, of which only this one has a terminal, and waits for the others"
     )
@@ -238,21 +238,21 @@ STEPS = [command for command in COMMANDS if slurm.detect(tasks_of(command)[0]) a
 
 
 @pytest.mark.parametrize("command", STEPS)
-def test_every_task_of_every_kind_of_step_knows_its_place(command: str) -> None:
+def test_every_task_of_every_kind_of_step_knows_its_rank(command: str) -> None:
     ports = []
     for tasks in _launches(command):
-        places = [slurm.rank_info(task) for task in tasks]
-        assert [place.rank for place in places] == list(range(len(tasks)))
+        infos = [slurm.rank_info(task) for task in tasks]
+        assert [info.rank for info in infos] == list(range(len(tasks)))
         hosts = [task["SLURMD_NODENAME"] for task in tasks]
-        for place, host in zip(places, hosts, strict=True):
-            on_host = [other for other, name in zip(places, hosts, strict=True) if name == host]
-            assert place.world_size == len(tasks)
-            assert (place.host, place.local_size) == (host, len(on_host))
+        for info, host in zip(infos, hosts, strict=True):
+            on_host = [other for other, name in zip(infos, hosts, strict=True) if name == host]
+            assert info.world_size == len(tasks)
+            assert (info.host, info.local_size) == (host, len(on_host))
             assert sorted(other.local_rank for other in on_host) == list(range(len(on_host)))
-            assert {other.node_id for other in on_host} == {place.node_id}
-            assert place.num_nodes == len(set(hosts))
-            assert place.master_addr == ("127.0.0.1" if place.num_nodes == 1 else hosts[0])
-        ports.append({place.master_port for place in places})
+            assert {other.node_id for other in on_host} == {info.node_id}
+            assert info.num_nodes == len(set(hosts))
+            assert info.master_addr == ("127.0.0.1" if info.num_nodes == 1 else hosts[0])
+        ports.append({info.master_port for info in infos})
     assert all(len(port) == 1 for port in ports)
     assert len(set.union(*ports)) == len(ports)  # steps and array tasks at one time on one node
 
@@ -261,8 +261,8 @@ def test_tasks_that_were_placed_by_hand_must_be_told_where_the_first_one_is() ->
     tasks = tasks_of("srun -m arbitrary -w n2,n1,n1 -n3")
     with pytest.raises(SettingError, match=r"--distribution=arbitrary.*set --master-addr to the name of the host"):
         slurm.rank_info(tasks[0])
-    places = [slurm.rank_info({**task, "MASTER_ADDR": "n2"}) for task in tasks]
-    assert [(place.rank, place.local_rank, place.local_size) for place in places] == [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
+    infos = [slurm.rank_info({**task, "MASTER_ADDR": "n2"}) for task in tasks]
+    assert [(info.rank, info.local_rank, info.local_size) for info in infos] == [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
 
 
 def test_a_list_of_nodes_that_is_not_in_their_order_is_not_trusted() -> None:

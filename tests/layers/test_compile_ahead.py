@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stormo.layers.compile_ahead import CompiledAhead, compile_ahead, compile_calls, needed_calls
-from stormo.layers.kernel_calls import KernelCall, noting
+from stormo.layers.kernel_calls import KernelCall, recorded_calls
 from stormo.layers.max_pool import MaxPool2x2
 from stormo.layers.norm_act import NormAct
 from stormo.layers.sync_batch_norm import convert_sync_batch_norm
@@ -116,7 +116,7 @@ def _calls_of_a_step(model: _Model, dtype: torch.dtype, shape: tuple[int, int], 
             reduce_grads=reduce,
         )
 
-    with noting() as calls:
+    with recorded_calls() as calls:
         results = [
             norm(model.stem, False, False),
             norm(model.dropping, False, False),
@@ -137,9 +137,10 @@ def _look_up(calls: list[KernelCall]) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("synchronised", [False, True])
-@pytest.mark.parametrize("shape", [(2, 2), (17, 28)])
+@pytest.mark.parametrize(
+    ("dtype", "synchronised", "shape"),
+    [(torch.bfloat16, False, (2, 2)), (torch.bfloat16, False, (17, 28)), (torch.float32, True, (17, 28))],
+)
 def test_steps_find_every_kernel_compiled(
     dtype: torch.dtype, synchronised: bool, shape: tuple[int, int], compiled: list[str]
 ) -> None:

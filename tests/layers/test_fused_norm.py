@@ -98,16 +98,16 @@ SHAPES = [(9, 16, 5, 5), (140, 96), (3, 7, 11, 13), (2, 33, 4, 4), (2, 1, 3, 3),
 
 
 @interpreted
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("shape", "residual"), list(zip(SHAPES, [False, True] * 3, strict=True)))
 def test_interpreted_float32_equals_float64_torch(shape: tuple[int, ...], residual: bool) -> None:
     _check(_case(shape, torch.float32), residual=residual, tolerance=2e-6)
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(140, 40), (3, 7, 5, 13)])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "residual", "training"),
+    [((140, 40), True, True), ((3, 7, 5, 13), False, True), ((3, 7, 5, 13), True, False)],
+)
 def test_interpreted_residual_bias_and_its_gradient_equal_float64_torch(
     shape: tuple[int, ...], residual: bool, training: bool
 ) -> None:
@@ -145,10 +145,10 @@ def test_interpreted_tile_shapes_change_neither_results_nor_masks(monkeypatch: p
     from stormo.layers.fused_norm import norm_act
     from stormo.layers.norm_tiles import TILES, Tile
 
-    case, settings = _case((140, 144), torch.bfloat16), SETTINGS | {"dropout": 0.3}
+    case, settings = _case((70, 80), torch.bfloat16), SETTINGS | {"dropout": 0.3}
     torch.manual_seed(5)
     expected = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
-    for width, num_stages in ((16, 1), (64, 3), (128, 1)):
+    for width, num_stages in ((16, 1), (64, 3)):
         tile = Tile(
             block_rows=64,
             block_channels=width,
@@ -167,8 +167,7 @@ def test_interpreted_tile_shapes_change_neither_results_nor_masks(monkeypatch: p
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", [False, True])
+@pytest.mark.parametrize(("dtype", "activation"), [(torch.bfloat16, False), (torch.float16, True)])
 def test_interpreted_half_precision_is_rounded_once(dtype: torch.dtype, activation: bool) -> None:
     _check(_case((4, 24, 6, 6), dtype), residual=True, activation=activation, tolerance=4e-3)
 
@@ -212,8 +211,7 @@ def _operands(case: dict[str, Tensor]) -> list[Any]:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(400, 40), (2, 33, 9, 9)])
+@pytest.mark.parametrize(("shape", "dtype"), [((140, 40), torch.bfloat16), ((2, 33, 9, 9), torch.float32)])
 def test_interpreted_dropout_has_one_mask_in_both_directions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _check_dropout(_case(shape, dtype), dropout=0.3)
 
@@ -269,8 +267,7 @@ def test_interpreted_scale_makes_up_for_the_rounded_probability(dropout: float, 
 
 
 @interpreted
-@pytest.mark.parametrize("absent", [False, True])
-@pytest.mark.parametrize("residual_bias", [False, True])
+@pytest.mark.parametrize(("absent", "residual_bias"), [(False, True), (True, False)])
 def test_interpreted_global_statistics_equal_the_plain_function(absent: bool, residual_bias: bool) -> None:
     from stormo.layers.fused_norm import norm_act
 

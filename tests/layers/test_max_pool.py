@@ -19,6 +19,7 @@ needs_cuda = pytest.mark.skipif(
     not (_HAS_TRITON and torch.cuda.is_available()), reason="needs a CUDA device and the package triton"
 )
 # Several tiles (64 pixels, 32 channels), tails in both directions, sides that differ, windows of one row or column.
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(3, 16, 10, 12), (2, 40, 28, 28), (5, 7, 2, 6), (1, 33, 8, 2), (2, 1, 4, 4), (1, 160, 14, 14)]
 
 
@@ -52,8 +53,7 @@ def _check(x: Tensor, reference: str | None = None) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, [*DTYPES, *DTYPES], strict=True)))
 def test_interpreted_pool_equals_torchs_in_every_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _check(_images(shape, dtype))
 
@@ -101,7 +101,7 @@ def test_cpu_is_torchs_own_pool(shape: tuple[int, ...]) -> None:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 160, 28, 28), (65, 320, 14, 14)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gpu_pool_equals_torchs_in_every_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = _images(shape, dtype, "cuda")
     assert MaxPool2x2().is_fused(x)

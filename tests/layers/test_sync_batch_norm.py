@@ -98,8 +98,9 @@ def _assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["affine", "cumulative", "no affine", "no running", "NormAct"])
-@pytest.mark.parametrize("rest", [(3,), (3, 4), (3, 2, 2), (3, 2, 1, 2)])
-@pytest.mark.parametrize("sizes", [(4, 4), (5, 1, 2)])
+@pytest.mark.parametrize(
+    ("rest", "sizes"), [((3,), (4, 4)), ((3, 4), (5, 1, 2)), ((3, 2, 2), (5, 1, 2)), ((3, 2, 1, 2), (4, 4))]
+)
 def test_ranks_equal_one_process_with_all_samples(kind: str, rest: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     alone = _model(kind, 1 + len(rest))
     models = [deepcopy(alone) for _ in sizes]

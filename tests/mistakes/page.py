@@ -13,11 +13,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
 _HEAD = """\
 # Mistakes and their answers
 
-What stormo says of mistakes in your own code. Each row is a file that a test trains; this page is written by
-`python -m tests.mistakes` and never by hand. All of them end with exit code 2 and leave no run behind.
+What stormo says about mistakes in your own code. Each one ends with exit code 2 and leaves no run behind. An error that
+your code raises is shown with its full traceback; the exit code is 1.
 
-An error that your code raises itself is shown with its whole traceback, which ends with the method of the task that
-it came from; the exit code is 1.
+A test trains each row. `python -m tests.mistakes` writes this page; do not edit it by hand.
 """
 
 

@@ -27,7 +27,7 @@ _BACKWARD = "    world.backward(loss)\n"
 _STEP = "    optimizer.step()\n"
 _WRAP = "model, optimizer = world.wrap(model, optimizer)\n"
 _TOGETHER = (
-    "and they would wait for each other in vain; let all workers take the same way: decide with world.any(...) or "
+    "and they would wait for each other for ever; let all workers make the same calls: decide with world.any(...) or "
     "world.stop_requested, and call what they do together outside of what only some of them run."
 )
 
@@ -43,8 +43,8 @@ IN_A_SCRIPT = [
     _script(
         "`loss.backward()` instead of `world.backward(loss)`",
         (_BACKWARD, "    loss.backward()\n"),
-        "optimizer.step() was called without world.backward() before it, but loss.backward() gives every worker a "
-        "gradient of its own; call world.backward(loss) instead of loss.backward().",
+        "optimizer.step() was called without world.backward() before it, but loss.backward() gives every worker "
+        "its own gradient; call world.backward(loss) instead of loss.backward().",
     ),
     _script(
         "`world.backward()` twice for one batch of `accumulate=2`",
@@ -159,7 +159,7 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
         "`loss.backward()` for one of two losses",
         (_BACKWARD, "    (loss / 2).backward(retain_graph=True)\n    world.backward(loss / 2)\n"),
         "world.backward() was called on top of gradients that did not come from it, but loss.backward() gives every "
-        "worker a gradient of its own, which the sum would count once a worker; call world.backward() for every loss, "
+        "worker its own gradient, which the sum would count once a worker; call world.backward() for every loss, "
         "or optimizer.zero_grad() before it.",
         2,
     ),
@@ -183,7 +183,7 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
         ("model(x), y)", "model(x), y, reduction='sum')"),
         "world.backward() in my_script.py line 15 was given a loss that is, or contains, a sum over the batch, but it "
         "would be taken for a mean, so that steps shrink with the number of workers and micro-batches; set "
-        'reduction="sum" (in a call of its own if other parts are means), or count= to what divides it.',
+        'reduction="sum" (in a separate call if other parts are means), or count= to what divides it.',
         2,
     ),
     _script(
@@ -191,7 +191,7 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
         (_LOADER, "loader = world.loader((data[n] for n in range(world.rank, 64, 2)), batch_size=8)\n"),
         "a stream was passed to world.loader() that starts with another batch on rank 1 than on rank 0, but each "
         "worker reads the whole stream and takes its share of every batch; let it not depend on the worker, or say "
-        "sharded=True if every worker has a part of its own.",
+        "sharded=True if every worker has its own part.",
         2,
     ),
 ]

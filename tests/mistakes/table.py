@@ -35,10 +35,7 @@ IN_THE_CLASS = [
         name="no `loss()`",
         change=("def loss", "def compute_loss"),
         before_workers=True,
-        says=(
-            "class Net was named as the task, but it has no loss(); write def loss(self, model, batch) "
-            "(compute_loss() looks like it: rename it)."
-        ),
+        says="class Net was named as the task, but it has no loss(); write def loss(self, model, batch).",
     ),
     Mistake(
         name="misspelt `validation_data()`, no `train_data()`",
@@ -49,7 +46,7 @@ IN_THE_CLASS = [
         before_workers=True,
         says=(
             "class Net was named as the task, but it has no train_data() and no validation_data(); write "
-            "def train_data(self) and def validation_data(self) (validate_data() looks like it: rename it)."
+            "def train_data(self) and def validation_data(self)."
         ),
     ),
     Mistake(
@@ -132,8 +129,8 @@ IN_THE_CLASS = [
         change=("(stormo.Task)", ""),
         before_workers=True,
         says=(
-            "the task my_task.py was named, but its class Net has the methods of a task and is no subclass "
-            "of stormo.Task; write class Net(stormo.Task)."
+            "the task my_task.py was named, but it defines no subclass of stormo.Task; write class "
+            "MyTask(stormo.Task) in it; stormo new FILE.py writes an example."
         ),
     ),
     Mistake(
@@ -285,7 +282,7 @@ IN_THE_FIRST_BATCH = [
         name="`train_data()` returns a generator",
         change=(_TRAIN_DATA, "        return ((torch.randn(8), 1) for _ in range(64))\n"),
         says=(
-            "Net.train_data() returned a generator, which can be read once, but every epoch reads it anew; "
+            "Net.train_data() returned a generator, which can be read once, but every epoch reads it again; "
             "return an object whose __iter__ starts from the beginning, or a list."
         ),
     ),
@@ -334,8 +331,8 @@ IN_THE_FIRST_BATCH = [
         change=(_TRAIN_DATA, "        return Numbers()\n"),
         good="class Numbers:\n    def __iter__(self):\n        return iter(range(64))\n\n" + GOOD_TASK,
         says=(
-            "train_data() gave a stream that does not tell its length, but the steps of an epoch, warm-up and "
-            "decay are counted in it; set --epoch-samples to the samples that make an epoch, or give the "
+            "train_data() gave a stream without a length, but an epoch, warm-up and decay need one; "
+            "set --epoch-samples to the samples of an epoch, or give the "
             "stream a __len__."
         ),
     ),

@@ -94,12 +94,11 @@ def test_the_file_that_all_rows_change_makes_no_mistake(tmp_path: Path, capfd: p
     assert capfd.readouterr().err == ""
 
 
-def test_an_error_of_the_users_own_keeps_its_traceback_and_names_the_method(tmp_path: Path) -> None:
+def test_an_error_of_the_users_own_keeps_its_traceback(tmp_path: Path) -> None:
     text = GOOD_TASK.replace("x, y = batch", "x, y, weights = batch")
     tmp_path.joinpath("my_task.py").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match="not enough values to unpack") as caught:
+    with pytest.raises(ValueError, match="not enough values to unpack"):
         main(["train", "my_task.py", *_SETTINGS])
-    assert caught.value.__notes__ == ["stormo: it was raised in Net.loss(), my_task.py, line 18."]
     assert not (tmp_path / "runs").exists()
 
 

@@ -71,9 +71,7 @@ def test_adapt_of_a_group_holds_for_any_shape(kind: Any, adapt: bool) -> None:
         (KINDS["novograd"], lambda w, g: w - 0.1 * (g + 0.5 * w)),
     ],
 )
-def test_a_group_that_is_not_adapted_decays_as_it_was_told(
-    kind: Any, expected: Callable[[Tensor, Tensor], Tensor]
-) -> None:
+def test_a_group_that_is_not_adapted_has_its_own_decay(kind: Any, expected: Callable[[Tensor, Tensor], Tensor]) -> None:
     layers = make_layers()
     before = copies(layers)
     take_steps(kind(layers, lr=0.1, weight_decay=0.5, adapt=False), layers, [0])
@@ -217,7 +215,7 @@ def test_sixteen_bit_layers_are_stepped_in_float32_and_rounded_once(kind: Any, d
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["torch", "file"])
-def test_a_saved_state_goes_on_to_the_last_bit(kind: Any, dtype: torch.dtype, way: str, tmp_path: Path) -> None:
+def test_a_saved_state_resumes_to_the_last_bit(kind: Any, dtype: torch.dtype, way: str, tmp_path: Path) -> None:
     layers = make_layers(dtype)
     optimizer = kind(layers, lr=0.1, weight_decay=0.1)
     take_steps(optimizer, layers, range(3))
@@ -227,9 +225,11 @@ def test_a_saved_state_goes_on_to_the_last_bit(kind: Any, dtype: torch.dtype, wa
     if way == "torch":
         resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     else:
-        snapshot = Snapshot(model={}, optimizer=flatten_optimizer(optimizer, names), ranks={}, state={})
+        snapshot = Snapshot(
+            model={}, optimizer=flatten_optimizer(optimizer, dict(zip(layers, names, strict=True))), ranks={}, state={}
+        )
         saved = save(tmp_path, snapshot, RetentionPolicy(step=1, identity="", keep_last=1))
-        restore_optimizer(resumed, names, load(saved.path).optimizer)
+        restore_optimizer(resumed, dict(zip(again, names, strict=True)), load(saved.path).optimizer)
     for layer, other in zip(layers, again, strict=True):
         old, new = optimizer.state[layer], resumed.state[other]
         assert old.keys() == new.keys()
@@ -299,13 +299,13 @@ def test_a_step_that_overflows_leaves_no_trace(kind: Any) -> None:
         assert torch.equal(one, other)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [LARS, LAMB, NovoGrad])  # LARC's step is that of LARS
 def test_a_compiled_step_is_the_eager_one(kind: Any) -> None:
     layers, same = make_layers(torch.float32), make_layers(torch.float32)
     compiled, eager = kind(layers, lr=0.1, weight_decay=0.1), kind(same, lr=0.1, weight_decay=0.1)
     torch._dynamo.reset()
     step = torch.compile(compiled.step, backend="aot_eager", fullgraph=True)
-    for seed in range(4):
+    for seed in range(3):
         set_gradients(layers, seed)
         step()
         take_steps(eager, same, [seed])
@@ -319,7 +319,7 @@ def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
     program = (
         "import sys\nimport torch\nfrom stormo.config import schema\n"
         "from stormo.optim.table import OPTIMIZERS, make_optimizer\n"
-        "from stormo.optim.own import own_optimizer\n"
+        "from stormo.optim.task_optimizer import make_task_optimizer\n"
         "from stormo.parallel.ddp import replica\n"
         "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
         "for name in OPTIMIZERS:\n"
@@ -330,14 +330,14 @@ def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
         "    optimizer.zero_grad()\n"
         "for kind in (torch.optim.AdamW, torch.optim.RMSprop):\n"
         "    model, hooked = torch.nn.Linear(2, 2), []\n"
-        "    optimizer = own_optimizer(lambda model: kind(model.parameters()), model)\n"
+        "    optimizer = make_task_optimizer(lambda model: kind(model.parameters()), model)\n"
         "    optimizer.register_step_pre_hook(lambda *_: hooked.append(1))\n"
         "    model(torch.ones(1, 2)).sum().backward()\n"
         "    optimizer.step()\n"
         "    assert type(optimizer).__name__ == kind.__name__ and hooked == [1]\n"
         "was_loaded = 'torch._dynamo' in sys.modules\n"
         "class Heir(torch.optim.SGD):\n    def step(self):\n        super().step()\n"
-        "own_optimizer(lambda model: Heir(model.parameters(), lr=0.1), model)\n"
+        "make_task_optimizer(lambda model: Heir(model.parameters(), lr=0.1), model)\n"
         "assert 'torch._dynamo' in sys.modules, 'it would be loaded in the first step, and counted as training'\n"
         "torch._dynamo.reset()\n"  # can be had for all that
         "sys.exit(was_loaded or not replica(torch.nn.Linear(2, 2))(torch.ones(1, 2)).requires_grad)"
@@ -352,10 +352,13 @@ def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
         (lambda p: LARS(p, lr=1.0, momentum=1.0), "LARS was given momentum 1, but it must be in [0, 1); give another"),
         (lambda p: LARS(p, lr=1.0, momentum=0.0, nesterov=True), "nesterov=True, but its momentum is 0; give it a"),
         (lambda p: LAMB(p, lr=1.0, betas=(0.9, 1.5)), "LAMB was given betas 1.5, but it must be in [0, 1)"),
-        (lambda p: LAMB(p, lr=1.0, norm_bounds=(2.0, 1.0)), "norm_bounds (2.0, 1.0), but they hold a norm between two"),
+        (
+            lambda p: LAMB(p, lr=1.0, norm_bounds=(2.0, 1.0)),
+            "norm_bounds (2.0, 1.0), but they are a lower and an upper bound",
+        ),
         (
             lambda p: LAMB([{"params": p, "norm_bounds": (2.0, 1.0)}], lr=1.0),
-            "norm_bounds (2.0, 1.0), but they hold a norm between two",
+            "norm_bounds (2.0, 1.0), but they are a lower and an upper bound",
         ),
         (lambda p: NovoGrad(p, lr=torch.ones(2)), "lr of shape (2,), but it is one number; give a 0-dim tensor"),
         (lambda p: NovoGrad(p, lr=1.0, eps=float("nan")), "eps nan, but it must be at least 0"),

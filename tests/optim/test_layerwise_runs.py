@@ -34,7 +34,7 @@ def _train(world: World, name: str, num_steps: int, folder: str, resumes: bool) 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_two_workers_and_one_that_goes_on_train_as_one_does(
+def test_two_workers_and_a_resumed_one_train_as_one_does(
     run_ranks: Callable[..., list[Any]], name: str, tmp_path: Path
 ) -> None:
     ((weights, state, _),) = run_ranks(_train, 1, name, 7, str(tmp_path / "whole"), False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stormo.optim.noise import ScaleRows, add_noise, add_noise_to_boxes, annealed_sigma, factor_sigma, sample_factors
+from stormo.optim.noise import ScaleRows, add_noise, add_noise_to_chunks, annealed_sigma, factor_sigma, sample_factors
 
 
 @pytest.mark.parametrize(("num_samples", "small", "sigma"), [(4096, 512, 7**0.5), (512, 512, 0.0), (100, 512, 0.0)])
@@ -94,9 +94,9 @@ def test_boxes_get_the_noise_of_their_place_in_whole_gradients() -> None:
     assert not torch.equal(whole[0], whole[4])  # alike, but of different numbers
     # In any order, some of them missing: what other workers hold is not drawn for.
     places = [(4, (2, 1), (3, 4)), (2, (1, 0, 1), (2, 4, 1)), (0, (6, 0), (0, 5)), (3, (), ())]
-    boxes = [torch.ones(size, dtype=torch.float64) for _, _, size in places]
-    given = zip(boxes, places, strict=True)
-    add_noise_to_boxes(((box, number, shapes[number], offset) for box, (number, offset, _) in given), 0.3, seed=4)
-    for box, (number, offset, size) in zip(boxes, places, strict=True):
+    chunks = [torch.ones(size, dtype=torch.float64) for _, _, size in places]
+    given = zip(chunks, places, strict=True)
+    add_noise_to_chunks(((chunk, number, shapes[number], offset) for chunk, (number, offset, _) in given), 0.3, seed=4)
+    for chunk, (number, offset, size) in zip(chunks, places, strict=True):
         spans = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
-        assert torch.equal(box, whole[number][spans])
+        assert torch.equal(chunk, whole[number][spans])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from torch.optim import Optimizer
 
 from stormo.config.options import options_of
 from stormo.config.schema import Workers
-from stormo.config.strategies import PRESETS
+from stormo.config.strategies import SPECS
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
+from stormo.parallel.base import Strategy
 from stormo.parallel.batch_size import StateSnapshot
 from stormo.parallel.ddp import DataParallel
+from stormo.parallel.pipelined import Pipelined
 from stormo.parallel.table import STRATEGIES
 from stormo.tasks.task import Task
 from stormo.training.sanity_check import explain_errors
@@ -54,18 +57,17 @@ def _compare(run_ranks: Ranks, sizes: list[int], task_options: dict[str, Any], f
 
 
 @pytest.mark.parametrize(
-    "num_train",
+    ("num_train", "size"),
     [
-        pytest.param(48, id="even shares"),
-        pytest.param(37, id="uneven shares"),  # 16, 16, 5
-        pytest.param(34, id="empty shares"),  # 16, 16, 2: with 3 or 4 ranks some have no sample
+        pytest.param(37, 2, id="uneven shares"),  # 16, 16, 5
+        pytest.param(34, 4, id="empty shares"),  # 16, 16, 2: some ranks have no sample
     ],
 )
-def test_any_number_of_ranks_with_synchronised_norms_trains_as_one(run_ranks: Ranks, num_train: int) -> None:
-    _compare(run_ranks, [2, 3, 4], {"num_train": num_train, "dropout": 0.0}, EXACT, 7)
+def test_ranks_with_synchronised_norms_train_as_one(run_ranks: Ranks, num_train: int, size: int) -> None:
+    _compare(run_ranks, [size], {"num_train": num_train, "dropout": 0.0}, EXACT, 7)
 
 
-def test_ranks_that_accumulate_uneven_passes_train_as_one_that_does(run_ranks: Ranks) -> None:
+def test_ranks_that_accumulate_uneven_micro_batches_train_as_one(run_ranks: Ranks) -> None:
     # Norms see one pass of all ranks at a time, so only without them is the cut of no consequence.
     options = {"num_train": 37, "dropout": 0.0, "norm": False}
     _compare(run_ranks, [2, 3], options, EXACT | {"accumulate": 3}, 7)
@@ -75,18 +77,16 @@ def test_ranks_that_accumulate_uneven_passes_train_as_one_that_does(run_ranks: R
 def test_accumulation_equals_the_large_batch(run_ranks: Ranks, size: int) -> None:
     options = {"num_train": 37, "dropout": 0.0, "norm": False}
     (expected,) = run_ranks(_train, 1, options, EXACT, 7)
-    for accumulate in (2, 5):
-        for ranked in run_ranks(_train, size, options, EXACT | {"accumulate": accumulate}, 7):
-            _assert_close(ranked, expected)
+    for ranked in run_ranks(_train, size, options, EXACT | {"accumulate": 5}, 7):
+        _assert_close(ranked, expected)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_clipping_sees_the_gradient_of_the_whole_batch(run_ranks: Ranks, optimizer: str) -> None:
+def test_clipping_uses_the_gradient_of_the_whole_batch(run_ranks: Ranks) -> None:
     options = {"num_train": 37, "dropout": 0.0}
-    flags = EXACT | {"clip_norm": 0.05, "optimizer": optimizer}
-    _compare(run_ranks, [2, 3], options, flags, 5)
+    flags = EXACT | {"clip_norm": 0.05}
+    _compare(run_ranks, [3], options, flags, 5)
     (clipped,) = run_ranks(_train, 1, options, flags, 5)
-    (free,) = run_ranks(_train, 1, options, EXACT | {"optimizer": optimizer}, 5)
+    (free,) = run_ranks(_train, 1, options, EXACT, 5)
     assert not np.allclose(clipped["0.weight"], free["0.weight"])
 
 
@@ -129,7 +129,7 @@ def _low_precision(world: World, precision: str, fault: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits_train_with_weights_of_32_and_ranks_stay_equal(run_ranks: Ranks, precision: str) -> None:
+def test_sixteen_bit_training_keeps_32_bit_weights_equal(run_ranks: Ranks, precision: str) -> None:
     results = run_ranks(_low_precision, 2, precision, False)
     for result in results:
         assert result["dtype"] == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
@@ -139,7 +139,7 @@ def test_sixteen_bits_train_with_weights_of_32_and_ranks_stay_equal(run_ranks: R
     assert results[0]["sum"] == results[1]["sum"]
 
 
-def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_is_lowered(run_ranks: Ranks) -> None:
+def test_an_overflow_skips_the_step_and_lowers_the_scale(run_ranks: Ranks) -> None:
     for result in run_ranks(_low_precision, 2, "fp16", True):
         assert not result["moved"]
         assert result["scale"] < 1e30
@@ -157,7 +157,7 @@ def _average(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_running_statistics_are_averaged_and_counters_left_alone(run_ranks: Ranks, size: int) -> None:
+def test_running_statistics_are_averaged_and_counters_kept(run_ranks: Ranks, size: int) -> None:
     results = run_ranks(_average, size)
     for name in ("1.running_mean", "1.running_var"):
         own = [before[name] for before, _ in results]
@@ -188,17 +188,16 @@ def _warm_up(world: World, flags: dict[str, Any]) -> None:
     assert_same_bits(whole_state(parts), before)
 
 
-@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
-    "flags",
+    ("size", "flags"),
     [
-        {"optimizer": "sgd"},
-        {"optimizer": "adamw", "sync_batch_norm": True, "accumulate": 2, "clip_norm": 1.0},
-        {"optimizer": "sgd", "precision": "fp16"},
+        (1, {"optimizer": "sgd"}),
+        (3, {"optimizer": "adamw", "sync_batch_norm": True, "accumulate": 2, "clip_norm": 1.0}),
+        (3, {"optimizer": "sgd", "precision": "fp16"}),
     ],
     ids=["sgd", "adamw", "fp16"],
 )
-def test_warm_up_leaves_no_trace(run_ranks: Ranks, size: int, flags: dict[str, Any]) -> None:
+def test_warm_up_has_no_side_effects(run_ranks: Ranks, size: int, flags: dict[str, Any]) -> None:
     run_ranks(_warm_up, size, flags)
 
 
@@ -209,7 +208,7 @@ def _first_losses(world: World, is_warm: bool) -> list[float]:
     return steps(parts, 5)
 
 
-def test_a_warmed_up_run_is_the_run_that_was_not(run_ranks: Ranks) -> None:
+def test_warm_up_does_not_change_the_run(run_ranks: Ranks) -> None:
     cold, warm = run_ranks(_first_losses, 2, False), run_ranks(_first_losses, 2, True)
     assert cold == warm  # two ranks add in one order only, so to the last bit
 
@@ -219,7 +218,7 @@ def test_a_warmed_up_run_is_the_run_that_was_not(run_ranks: Ranks) -> None:
 
 def test_every_strategy_that_can_be_set_has_its_row() -> None:
     (declared,) = (option for option in options_of("workers", Workers) if option.name == "strategy")
-    assert set(declared.choices) == {"auto", *STRATEGIES, *PRESETS}
+    assert set(declared.choices) == {"auto", *STRATEGIES, *(name for name, row in SPECS.items() if row.axis)}
 
 
 def test_dp_wraps_the_model_for_the_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,14 +281,14 @@ def test_a_scheduler_made_in_loss_ends_the_run_before_it_trains(run_ranks: Ranks
     assert not num_rehearsed
 
 
-def test_rates_that_somebody_else_has_changed_end_the_run(run_ranks: Ranks) -> None:
+def test_learning_rates_changed_by_others_end_the_run(run_ranks: Ranks) -> None:
     for said, num_rehearsed in run_ranks(_scheduled, 2, Plateau):
         assert "changed from 0.1 to 0.01" in said
         assert "--decay" in said
         assert num_rehearsed == 2
 
 
-def test_a_step_that_is_undone_leaves_the_rates_as_they_were(run_ranks: Ranks) -> None:
+def test_an_undone_step_keeps_the_learning_rates(run_ranks: Ranks) -> None:
     assert run_ranks(_undone, 1) == [3]
 
 
@@ -297,7 +296,7 @@ def _undone(world: World) -> int:
     parts = build(world)
     before = StateSnapshot(parts.strategy)
     parts.strategy.try_step(next(parts.loader.first_and_last()).data)
-    before.put_back()
+    before.restore()
     return len(steps(parts, 3))
 
 
@@ -380,26 +379,23 @@ def _reached(world: World, task_class: type[Reached], flags: dict[str, Any]) -> 
     return after
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    ("task_class", "flags", "plain"),
+    ("size", "task_class", "flags", "plain"),
     [
-        (Reached, {}, Plain),
-        (AlikeOnAll, {"strategy": "zero1"}, Plain),
-        (Dampened, {}, PlainDampened),
-        (Reached, {"optimizer": "adamw"}, PlainAdam),
-        (Reached, {"optimizer": "lars"}, None),
-        (AlikeOnAll, {"optimizer": "larc", "strategy": "fsdp"}, None),
-        (AlikeOnAll, {"optimizer": "lamb", "strategy": "zero2"}, None),
-        (Reached, {"optimizer": "novograd"}, None),
+        (1, Reached, {}, Plain),
+        (2, Reached, {}, Plain),
+        (2, AlikeOnAll, {"strategy": "zero1"}, Plain),
+        (2, Dampened, {}, PlainDampened),
+        (1, Reached, {"optimizer": "adamw"}, PlainAdam),
+        (2, Reached, {"optimizer": "lars"}, None),
+        (2, AlikeOnAll, {"optimizer": "larc", "strategy": "fsdp"}, None),
+        (1, Reached, {"optimizer": "novograd"}, None),
     ],
-    ids=["sgd", "zero1", "own", "adamw", "lars", "larc", "lamb", "novograd"],
+    ids=["one sgd", "sgd", "zero1", "own", "adamw", "lars", "larc", "novograd"],
 )
-def test_parameters_without_a_gradient_are_left_alone(
+def test_parameters_without_a_gradient_do_not_change(
     run_ranks: Ranks, size: int, task_class: type[Reached], flags: dict[str, Any], plain: type[Reached] | None
 ) -> None:
-    if size == 1 and task_class is AlikeOnAll:
-        pytest.skip("a lone worker needs a process group for it")
     first, *others = run_ranks(_reached, size, task_class, flags)
     if plain is not None:
         _assert_close(first, run_ranks(_reached, 1, plain, {})[0])
@@ -417,14 +413,14 @@ def _lone_sample(world: World, num_train: int, is_synchronised: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_last_batch_of_one_sample_is_refused_on_any_number_of_workers(run_ranks: Ranks, size: int) -> None:
     for said in run_ranks(_lone_sample, size, 33, True):
         assert "a batch of 1 is a single sample" in said
         assert "--sync-batch-norm" not in said
 
 
-def test_synchronised_statistics_are_proposed_where_they_help(run_ranks: Ranks) -> None:
+def test_sync_batch_norm_is_proposed_if_it_helps(run_ranks: Ranks) -> None:
     assert run_ranks(_lone_sample, 2, 34, True) == [""] * 2
     for said in run_ranks(_lone_sample, 2, 34, False):
         assert "a batch of 2 leaves one of them a single sample" in said
@@ -457,7 +453,7 @@ def _missed(world: World, flags: dict[str, Any], is_last_pass: bool) -> str:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_parameter_that_a_later_batch_misses_is_named(run_ranks: Ranks, accumulate: int) -> None:
+def test_a_parameter_without_a_gradient_in_a_later_batch_is_named(run_ranks: Ranks, accumulate: int) -> None:
     for said in run_ranks(_missed, 2, {"strategy": "ddp", "accumulate": accumulate}, accumulate > 1):
         assert said.startswith("Missed.model() has the parameters later.weight, later.bias, but Missed.loss() gave ")
         assert "set find_unused = True on Missed" in said
@@ -488,10 +484,8 @@ def _two_steps(world: World, overflow: bool, flags: dict[str, Any]) -> tuple[dic
     return before, arrays(strategy.module.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "flags", [{"optimizer": "sgd"}, {"optimizer": "sgd", "clip_norm": 0.5}, {"optimizer": "adamw"}]
-)
-def test_a_first_step_that_is_left_out_has_no_effect_on_the_second(
+@pytest.mark.parametrize("flags", [{"optimizer": "sgd", "clip_norm": 0.5}, {"optimizer": "adamw"}])
+def test_a_skipped_first_step_has_no_effect_on_the_second(
     run_ranks: Callable[..., list[Any]], flags: dict[str, Any]
 ) -> None:
     ((before, expected),) = run_ranks(_two_steps, 1, False, flags)
@@ -540,7 +534,7 @@ def _alone(task_class: type[Tiny], **flags: Any) -> Parts:
 
 
 @pytest.mark.parametrize("task_class", [Sparse, SparseLayer])
-def test_sparse_gradients_are_not_measured_and_that_is_said(task_class: type[Tiny]) -> None:
+def test_sparse_gradients_turn_off_the_noise_scale(task_class: type[Tiny]) -> None:
     parts = _alone(task_class, accumulate=2)
     parts.strategy.warm_up(parts.loader)
     assert parts.strategy.noise_scale is None
@@ -573,7 +567,7 @@ def test_what_is_only_called_sparse_is_measured() -> None:
 @pytest.mark.parametrize(
     "flags", [{"noise_scale": True, "accumulate": 2}, {"gradient_noise": 0.01}, {"clip_norm": 1.0}], ids=str
 )
-def test_what_needs_whole_gradients_is_refused_in_the_first_pass(flags: dict[str, Any]) -> None:
+def test_settings_that_need_dense_gradients_are_refused(flags: dict[str, Any]) -> None:
     parts = _alone(Sparse, **flags)
     said = f"--{next(iter(flags)).replace('_', '-')}.* was set, but the model has sparse gradients"
     with pytest.raises(SettingError, match=said):
@@ -582,14 +576,13 @@ def test_what_needs_whole_gradients_is_refused_in_the_first_pass(flags: dict[str
         parts.strategy.try_step(next(iter(parts.loader.epoch(1))).data)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
-def test_optimizers_that_take_no_sparse_gradients_are_refused_by_name(optimizer: str) -> None:
+def test_optimizers_that_take_no_sparse_gradients_are_refused_by_name() -> None:
     class Given(Sparse):
         def optimizer(self, model: nn.Module) -> Optimizer | None:
             return None
 
-    parts = _alone(Given, optimizer=optimizer)
-    with pytest.raises(SettingError, match=rf"--optimizer {optimizer} is in force, but .* sparse=False, or give"):
+    parts = _alone(Given, optimizer="adamw")
+    with pytest.raises(SettingError, match=r"--optimizer adamw is in force, but .* sparse=False, or give"):
         parts.strategy.warm_up(parts.loader)
 
 
@@ -623,3 +616,17 @@ def test_a_sparse_gradient_that_ddp_does_not_expect_is_explained(run_ranks: Rank
     for said in run_ranks(_refused, 2):
         assert "Sparse.loss() has a sparse gradient that is not of a layer nn.Embedding" in said
         assert said.endswith("leave sparse=True out.")
+
+
+class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """As a user derives one for inputs of another shape."""
+
+
+@pytest.mark.parametrize("norm", [nn.LazyBatchNorm1d(), _OwnBatchNorm(4)])
+def test_every_subclass_of_torch_s_batch_norm_counts_as_one(norm: nn.Module) -> None:
+    plan = SimpleNamespace(
+        layout=SimpleNamespace(mesh=SimpleNamespace(pipeline=1)), micro_batch_size=8, micro_batches=2
+    )
+    strategy: Any = SimpleNamespace(_plan=plan, module=nn.Sequential(norm))
+    assert Strategy.layer_kinds(strategy)["has_batch_norms"]
+    assert Pipelined._batch_norm_notice(strategy, strategy.module)

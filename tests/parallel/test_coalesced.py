@@ -41,7 +41,7 @@ def _brought_together(world: World) -> tuple[Any, Any, Any]:
         for tensor, mean in zip(equal, coalesced.means(world, equal), strict=True):
             assert torch.equal(tensor, mean)
         more = [torch.full((2,), world.rank, dtype=kind) for kind in (torch.int16, torch.int64, torch.bool)]
-        coalesced.share(world, [*tensors, *more])
+        coalesced.broadcast(world, [*tensors, *more])
         return _named(means), _named(tensors), _named(more)
 
 

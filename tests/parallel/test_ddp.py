@@ -55,7 +55,7 @@ def _spans(world: World, measures: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("measures", [True, False], ids=["beside the noise scale", "alone"])
-def test_the_fast_worker_stands_still_until_the_slow_one_has_come(run_ranks: Ranks, measures: bool) -> None:
+def test_the_exposed_wait_is_that_of_the_fast_worker(run_ranks: Ranks, measures: bool) -> None:
     fast, slow = run_ranks(_spans, 2, measures)
     assert not fast["woke_s"]
     for (began_s, ended_s), woke_s, (slow_began_s, _) in zip(fast["still"], slow["woke_s"], slow["still"], strict=True):
@@ -81,7 +81,7 @@ def _train(world: World, is_watched: bool, flags: dict[str, Any]) -> dict[str, A
 
 
 @pytest.mark.parametrize("noise_scale", [True, False])
-def test_watching_does_not_change_a_bit_of_the_training(run_ranks: Ranks, noise_scale: bool) -> None:
+def test_measuring_does_not_change_a_bit_of_the_training(run_ranks: Ranks, noise_scale: bool) -> None:
     flags = {"accumulate": 2, "precision": "fp16", "noise_scale": noise_scale}
     for plain, watched in zip(run_ranks(_train, 3, False, flags), run_ranks(_train, 3, True, flags), strict=True):
         assert_same_bits(plain, watched)
@@ -97,7 +97,7 @@ def _num_watched(world: World) -> int:
     return len(count)
 
 
-def test_only_the_pass_in_which_gradients_travel_is_watched(run_ranks: Ranks) -> None:
+def test_only_the_micro_batch_with_an_exchange_is_measured(run_ranks: Ranks) -> None:
     assert run_ranks(_num_watched, 2) == [3, 3]
 
 
@@ -107,15 +107,15 @@ def _alone(world: World) -> float | None:
     return parts.strategy.exposed_s
 
 
-def test_one_worker_waits_for_nobody(run_ranks: Ranks) -> None:
+def test_one_worker_does_not_wait(run_ranks: Ranks) -> None:
     assert run_ranks(_alone, 1) == [0.0]
 
 
-def test_a_strategy_that_does_not_measure_says_why() -> None:
+def test_a_strategy_that_does_not_measure_has_no_exposed_wait() -> None:
     strategy = DataParallel.__new__(DataParallel)
     assert strategy.exposed_s is None
-    assert strategy.exposed_reason
-    assert Ddp.exposed_reason is None
+    assert not strategy.measures_exposed_wait
+    assert Ddp.measures_exposed_wait
 
 
 class _Event:
@@ -136,7 +136,7 @@ class _Event:
         return other.at - self.at
 
 
-def test_events_are_read_when_the_device_has_passed_them_and_used_again() -> None:
+def test_events_are_read_when_done_and_used_again() -> None:
     wait = ExposedWait(torch.device("cpu"))
     for begin, end in ((1.0, 3.0), (5.0, 9.0)):
         pair = _Event(), _Event()

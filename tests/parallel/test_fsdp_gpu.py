@@ -1,4 +1,4 @@
-"""Spread models on one GPU over NCCL: a lone worker, whose weights are those of plain training there."""
+"""Sharded models of one worker on a GPU over NCCL have the weights of plain training there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stormo.distributed.world import World
 from stormo.launch import alone
 from stormo.layers.norm_act import NormAct
 from stormo.tasks.wide_resnet import WideResNet
-from tests.spread import Images, Words, assert_close, trained
+from tests.sharded_models import Images, Words, assert_close, trained
 from tests.tiny_run import build, steps
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ SGD = {"momentum": 0.9, "nesterov": True, "num_gpus": 1, "graph": False}
     ],
     ids=str,
 )
-def test_a_lone_worker_trains_as_one_process(optimizer: str, more: dict[str, Any]) -> None:
+def test_one_sharded_worker_trains_as_one_process(optimizer: str, more: dict[str, Any]) -> None:
     flags = {**SGD, "optimizer": optimizer, "nesterov": optimizer == "sgd"}
     expected = [trained(World(alone(), torch.device("cuda", 0)), Words, flags)]
     world = World(alone(), torch.device("cuda", 0), backend="nccl", needs_group=True)

@@ -25,7 +25,7 @@ from stormo.training.loop import train
 from tests.parallel.test_server import Odd
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, optimizer_arrays, save, steps, whole_state
 from tests.tiny_task import Tiny, TinyOptions, points
-from tests.training.test_divergence import put_together
+from tests.training.test_divergence import assemble
 
 Ranks = Callable[..., list[Any]]
 FLAGS: dict[str, Any] = {"strategy": "local", "global_batch_size": 16}
@@ -33,7 +33,7 @@ TASK = str(Path(__file__).parent.with_name("tiny_task.py"))
 
 
 def _weights(parts: Parts) -> dict[str, Any]:
-    return arrays((part.name, part.local) for part in parts.strategy.parts())
+    return arrays((part.name, part.local) for part in parts.strategy.shards())
 
 
 def _mean(parts: Parts) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _trained(
 
 
 @pytest.mark.parametrize("task", [Tiny, Odd])
-def test_averaged_in_every_step_plain_sgd_is_that_of_ddp(run_ranks: Ranks, task: type[Tiny]) -> None:
+def test_sgd_averaged_in_every_step_is_that_of_ddp(run_ranks: Ranks, task: type[Tiny]) -> None:
     options = {"num_train": 34, "dropout": 0.0, "norm": False}  # 16, 16, 2: the third worker is left without a sample
     flags = {"precision": "fp64", "momentum": 0.0, "global_batch_size": 16}
     flags |= {"gradient_noise": 0.01} if task is Tiny else {"channels_last": True}
@@ -150,7 +150,7 @@ def _beginning(world: World) -> dict[str, Any]:
     return _weights(build(world, {}, task_class=OwnBeginning, **FLAGS))
 
 
-def test_all_workers_begin_with_the_weights_of_the_main_one(run_ranks: Ranks) -> None:
+def test_all_workers_start_with_the_weights_of_rank_0(run_ranks: Ranks) -> None:
     first, second = run_ranks(_beginning, 2)
     assert_same_bits(first, second)
 
@@ -167,7 +167,7 @@ def _shown(world: World) -> tuple[Any, ...]:
     return _weights(parts), shown
 
 
-def test_what_is_validated_is_the_mean_and_the_workers_keep_their_own(run_ranks: Ranks) -> None:
+def test_the_mean_is_validated_and_workers_keep_their_weights(run_ranks: Ranks) -> None:
     results = run_ranks(_shown, 3)
     for name in results[0][0]:
         mean = np.mean([own[name].astype(np.float64) for own, _ in results], axis=0)
@@ -214,7 +214,7 @@ def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any], saved_a
     ],
     ids=["between", "averaged", "fp16", "at the start"],
 )
-def test_a_run_that_is_resumed_on_as_many_workers_is_the_whole_run_to_the_last_bit(
+def test_a_resumed_run_is_the_whole_run_to_the_last_bit(
     run_ranks: Ranks, tmp_path: Path, flags: dict[str, Any], saved_at: int
 ) -> None:
     flags = {**FLAGS, "average_every": "4", **flags}
@@ -241,7 +241,7 @@ def _taken_up(world: World, path: str, flags: dict[str, Any]) -> tuple[Any, ...]
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(2, "local"), (3, "ddp"), (2, "fsdp"), (1, "single")])
-def test_other_workers_and_other_strategies_go_on_from_the_mean_and_say_so(
+def test_other_workers_and_strategies_resume_from_the_mean(
     run_ranks: Ranks, tmp_path: Path, size: int, strategy: str
 ) -> None:
     flags = {**FLAGS, "average_every": "2", "optimizer": "adamw", "outer_momentum": 0.9}
@@ -269,7 +269,7 @@ def test_other_workers_and_other_strategies_go_on_from_the_mean_and_say_so(
                 np.testing.assert_allclose(state[f"{name}/exp_avg_sq"], second, rtol=1e-5)
                 assert state[f"{name}/step"] == 3
         assert len(notices) == 1
-        assert "3 workers that stepped by themselves: the run resumes from the mean" in notices[0]
+        assert "3 workers with local updates: the run resumes from the mean" in notices[0]
         if anchor is not None:  # the outer step goes on from where all were equal last
             assert not np.array_equal(anchor["anchor"], weights["0.weight"])
             assert anchor["velocity"].any()
@@ -282,7 +282,7 @@ def test_weights_that_were_just_averaged_are_stored_once(run_ranks: Ranks, tmp_p
     assert kinds == {"optimizer"}
 
 
-def test_workers_that_averaged_gradients_can_go_on_by_themselves(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_ddp_run_resumes_with_local_updates(run_ranks: Ranks, tmp_path: Path) -> None:
     saved = run_ranks(_saved, 2, str(tmp_path), {"global_batch_size": 16, "strategy": "ddp"}, 3)
     now = {**FLAGS, "average_every": "2", "outer_momentum": 0.9}
     for weights, state, notices, anchor in run_ranks(_taken_up, 2, saved[0][0], now):
@@ -342,9 +342,7 @@ def _sometimes(world: World, folder: str) -> tuple[str, str, Any, Any]:
     return first, path, before, optimizer_arrays(parts.strategy)
 
 
-def test_a_parameter_that_one_worker_has_stepped_more_often_is_saved_with_its_state(
-    run_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_optimizer_state_that_differs_between_workers_is_saved(run_ranks: Ranks, tmp_path: Path) -> None:
     results = run_ranks(_sometimes, 2, str(tmp_path))
     for *_, before, after in results:
         assert_same_bits(before, after)
@@ -365,14 +363,14 @@ def test_a_parameter_that_one_worker_has_stepped_more_often_is_saved_with_its_st
 
 
 def _run(world: World, folder: str, name: str, flags: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    parts, training, (journal, *_) = put_together(world, folder, Tiny, run_name=name, keep_checkpoints=9, **flags)
+    parts, training, (recorder, *_) = assemble(world, folder, Tiny, run_name=name, keep_checkpoints=9, **flags)
     outcome = train(training)
-    journal.end(outcome.stopped_by)
+    recorder.end(outcome.stopped_by)
     parts.loader.close()
     return dict(parts.state.progress.validation or {}), _weights(parts)
 
 
-def test_a_run_ends_with_the_mean_which_is_what_was_validated(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_ends_with_the_mean_that_was_validated(run_ranks: Ranks, tmp_path: Path) -> None:
     # Nine steps, of which the last comes after the last averaging; checkpoints after steps 2, 4, 6 and 8.
     flags = {"strategy": "local", "average_every": "4"}
     (validation, first), (_, second) = run_ranks(_run, 2, str(tmp_path), "whole", flags)
@@ -397,7 +395,7 @@ def test_a_run_ends_with_the_mean_which_is_what_was_validated(run_ranks: Ranks, 
     assert digests[0] == digests[1]
 
 
-def test_a_command_keeps_the_strategy_of_its_run_and_says_what_it_changes(
+def test_a_resume_keeps_the_strategy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -415,6 +413,6 @@ def test_a_command_keeps_the_strategy_of_its_run_and_says_what_it_changes(
         said.append([line.partition("  ")[2].strip() for line in out if line.startswith(("changed", "strategy"))])
         if not flags:
             assert json.loads(summary.read_text())["weights_sha256"] == whole["weights_sha256"]
-    local = "local: every worker steps by itself, with the gradient of its own samples"
+    local = "local: every worker steps with the gradient of its own samples"
     assert said[:2] == [[local], ["--average-every 3 (4 before)", local]]
     assert [lines[0] for lines in said[2:]] == ["--strategy single (local before)", "--strategy local (single before)"]

@@ -18,7 +18,7 @@ from stormo.distributed.world import World
 from stormo.errors import StormoError
 from stormo.parallel.meta_init import materialize, meta_model, to_meta
 from stormo.tasks.gpt import Gpt
-from stormo.tasks.gpt_sizes import Size
+from stormo.tasks.language_model import Size
 from stormo.tasks.task import NoOptions, Task
 
 Ranks = Callable[..., list[Any]]
@@ -107,7 +107,7 @@ def _built(world: World, name: str) -> tuple[dict[str, Any], str, list[list[str]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_worker_begins_with_the_values_and_generators_of_one_process(run_ranks: Ranks, name: str) -> None:
+def test_every_worker_starts_with_the_values_and_random_state_of_one_process(run_ranks: Ranks, name: str) -> None:
     seed_host(5)
     CACHE.clear()
     plain = MODELS[name]()
@@ -125,7 +125,7 @@ def test_every_worker_begins_with_the_values_and_generators_of_one_process(run_r
     assert [len(notices) for *_, notices in results] == ([0, 1, 1] if name in ("reads", "keeps") else [0] * 3)
 
 
-def test_attributes_of_parameters_stay_when_their_values_go() -> None:
+def test_to_meta_keeps_attributes_of_parameters() -> None:
     model = Tied()
     to_meta(model)
     assert model.turned.is_special
@@ -146,7 +146,7 @@ def _where(world: World) -> bool:
     return bool(model.is_drawn)
 
 
-def test_one_worker_draws_the_model_and_the_others_nothing(run_ranks: Ranks) -> None:
+def test_only_rank_0_draws_the_model(run_ranks: Ranks) -> None:
     assert run_ranks(_where, 3) == [True, False, False]
 
 
@@ -163,7 +163,7 @@ def _wrong(world: World) -> tuple[str, bool, int]:
     return str(caught.value), isinstance(caught.value, PeerFailedError), num_built
 
 
-def test_what_is_wrong_with_a_model_is_told_by_the_main_worker_and_no_other_builds_it(run_ranks: Ranks) -> None:
+def test_rank_0_refuses_a_wrong_model_before_others_build_it(run_ranks: Ranks) -> None:
     first, *others = run_ranks(_wrong, 3)
     assert "without parameters" in first[0]
     assert first[1:] == (False, 1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stormo.config import options
 from stormo.config.layout import resolve_layout
-from stormo.config.plan import Facts, Plan, resolve, with_passes
+from stormo.config.plan import Facts, Plan, resolve, with_micro_batches
 from stormo.config.schema import TrainConfig
 from stormo.data import TensorData
 from stormo.distributed.world import World
@@ -99,24 +99,22 @@ def _check(moments: list[float]) -> None:
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
-        pytest.param(2, {"global_batch_size": 8}, id="two workers"),
         pytest.param(3, {"global_batch_size": 7}, id="unequal shares"),  # 2, 2, 3 and at the end of an epoch 2
         pytest.param(3, {"global_batch_size": 7, "accumulate": 2, "clip_norm": 0.1}, id="workers that accumulate"),
-        pytest.param(1, {"global_batch_size": 8, "accumulate": 4}, id="passes"),
-        pytest.param(1, {"global_batch_size": 11, "accumulate": 3}, id="unequal passes"),
+        pytest.param(1, {"global_batch_size": 11, "accumulate": 3}, id="unequal micro-batches"),
         pytest.param(2, {"global_batch_size": 8, "precision": "fp16"}, id="loss scale"),
         pytest.param(2, {"global_batch_size": 8, "precision": "fp16", "clip_norm": 0.1}, id="unscaled for clipping"),
         pytest.param(2, {"global_batch_size": 8, "gradient_noise": 1.0}, id="before noise is added"),
     ],
 )
-def test_the_measured_scale_agrees_with_the_known_one(run_ranks: Ranks, size: int, flags: dict[str, Any]) -> None:
-    found = run_ranks(_measure, size, 400, flags)
+def test_the_measured_scale_is_close_to_the_known_one(run_ranks: Ranks, size: int, flags: dict[str, Any]) -> None:
+    found = run_ranks(_measure, size, 240, flags)
     _check(found[0])
     assert all(moments == found[0] for moments in found)
 
 
-def test_the_factors_of_the_samples_are_taken_out_again(run_ranks: Ranks) -> None:
-    for moments in run_ranks(_measure, 2, 800, {"global_batch_size": 16, "gradient_noise_batch": 8}):
+def test_the_factors_of_the_samples_are_removed(run_ranks: Ranks) -> None:
+    for moments in run_ranks(_measure, 2, 400, {"global_batch_size": 16, "gradient_noise_batch": 8}):
         _check(moments)
 
 
@@ -124,7 +122,7 @@ def _train(world: World, measures: bool, flags: dict[str, Any]) -> dict[str, Any
     parts = build(world, {"num_train": 37, "norm": False}, global_batch_size=16, noise_scale=measures, **flags)
     assert (parts.strategy.noise_scale is not None) is measures
     parts.strategy.warm_up(parts.loader)
-    steps(parts, 30)
+    steps(parts, 12)
     return whole_state(parts)
 
 
@@ -132,10 +130,9 @@ def _train(world: World, measures: bool, flags: dict[str, Any]) -> dict[str, Any
     ("size", "flags"),
     [
         (1, {"accumulate": 2}),
-        (2, {"clip_norm": 0.1}),
-        (3, {"optimizer": "adamw"}),
+        (3, {"optimizer": "adamw", "clip_norm": 0.1}),
         (3, {"accumulate": 2, "precision": "bf16"}),
-        (3, {"precision": "fp16"}),
+        (2, {"precision": "fp16"}),
     ],
     ids=str,
 )
@@ -165,7 +162,7 @@ def _resume(world: World) -> None:
     resumed.state.restore_snapshot(world, unmeasured.state.snapshot(world, 0), 0)
 
 
-def test_a_run_that_goes_on_measures_as_one_that_never_stopped(run_ranks: Ranks) -> None:
+def test_a_resumed_run_measures_as_one_that_never_stopped(run_ranks: Ranks) -> None:
     run_ranks(_resume, 2)
 
 
@@ -175,7 +172,7 @@ def _saved(world: World) -> bytes:
     return pickle.dumps(parts.state.snapshot(world, 0))
 
 
-def test_one_worker_goes_on_with_what_two_have_measured(run_ranks: Ranks) -> None:
+def test_one_worker_resumes_the_measurement_of_two(run_ranks: Ranks) -> None:
     snapshot = pickle.loads(run_ranks(_saved, 2)[0])
     world = World(alone(), torch.device("cpu"))
     parts = build(world, task_class=Quadratic, global_batch_size=8, accumulate=4, base_lr=1e-12, momentum=0.0)
@@ -191,7 +188,7 @@ def test_one_worker_goes_on_with_what_two_have_measured(run_ranks: Ranks) -> Non
     _check(after)
 
 
-def test_steps_that_overflow_are_left_out() -> None:
+def test_steps_that_overflow_are_not_measured() -> None:
     world = World(alone(), torch.device("cpu"))
     parts = build(world, task_class=Quadratic, global_batch_size=8, accumulate=2, precision="fp16")
     strategy = parts.strategy
@@ -206,7 +203,7 @@ def test_steps_that_overflow_are_left_out() -> None:
     assert moments[0] == pytest.approx(16, rel=0.05)
 
 
-def test_what_did_not_become_a_step_is_not_measured() -> None:
+def test_warm_up_is_not_measured() -> None:
     world = World(alone(), torch.device("cpu"))
     parts = build(world, task_class=Quadratic, global_batch_size=8, accumulate=2)
     parts.strategy.warm_up(parts.loader)
@@ -258,7 +255,7 @@ def _norm(module: nn.Module) -> float:
     return math.sqrt(sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None))
 
 
-def test_the_norm_of_all_is_that_of_every_number_format() -> None:
+def test_the_norm_of_mixed_dtypes() -> None:
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16)
     gradients = [torch.randn(30, 7, generator=generator).to(dtype) for dtype in dtypes]
@@ -279,27 +276,21 @@ def _plan(config: TrainConfig) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("flags", "is_on", "reason"),
-    [
-        ({"num_gpus": 3}, True, "the gradients of 3 workers are compared with their mean"),
-        ({"num_gpus": 3, "noise_scale": False}, False, "as set"),
-        ({"accumulate": 2}, True, "the first of 2 passes is compared with the whole step"),
-        ({}, False, "one worker takes a batch in one pass"),
-    ],
+    ("flags", "is_on"),
+    [({"num_gpus": 3}, True), ({"num_gpus": 3, "noise_scale": False}, False), ({"accumulate": 2}, True), ({}, False)],
 )
-def test_it_is_measured_where_that_is_free(flags: dict[str, Any], is_on: bool, reason: str) -> None:
+def test_it_is_measured_if_that_costs_nothing(flags: dict[str, Any], is_on: bool) -> None:
     plan = _plan(_config(**flags))
     assert plan.noise_scale is is_on
-    assert plan.noise_scale_reason.startswith(reason)
     assert dict(plan.explanation)["noise scale"] == f"{'on' if is_on else 'off'}: {plan.noise_scale_reason}"
 
 
-def test_one_pass_of_one_worker_cannot_be_measured() -> None:
-    with pytest.raises(SettingError, match="--noise-scale was set, but one worker takes a batch in one pass"):
+def test_one_micro_batch_of_one_worker_cannot_be_measured() -> None:
+    with pytest.raises(SettingError, match="--noise-scale was set"):
         _plan(_config(noise_scale=True))
     config = _config(noise_scale=True, batch_size="auto")
-    plan = _plan(config)  # how many passes there will be is not known yet
+    plan = _plan(config)  # the number of micro-batches is not known yet
     assert not plan.noise_scale
-    assert with_passes(config, plan, 2, "found", None).noise_scale
+    assert with_micro_batches(config, plan, 2, "found", None).noise_scale
     with pytest.raises(SettingError, match="--noise-scale was set"):
-        with_passes(config, plan, 1, "found", None)
+        with_micro_batches(config, plan, 1, "found", None)

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stormo.cli import main
-from stormo.config.plan.servers import most_stale
+from stormo.config.plan.parallelism import max_staleness
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.parallel.server import Server
-from stormo.parallel.server_transport import AsyncServer, ServerMessage, deal
+from stormo.parallel.server_transport import AsyncServer, ServerMessage, assign
 from stormo.tasks.task import Task
 from stormo.telemetry.record import EpochDone
 from stormo.training.loop import Outcome, train
@@ -129,7 +129,7 @@ def test_synchronous_servers_train_as_ddp(run_ranks: Ranks, task: type[Task], fl
         assert max(differences) < 1e-12
 
 
-def test_with_two_workers_the_step_is_that_of_ddp_to_the_last_bit(run_ranks: Ranks) -> None:
+def test_a_step_of_two_workers_is_that_of_ddp_to_the_last_bit(run_ranks: Ranks) -> None:
     assert run_ranks(_differences, 2, Tiny, {"optimizer": "adamw", "global_batch_size": 16}) == [[0.0, 0.0]] * 2
 
 
@@ -145,7 +145,7 @@ def _run_apart(world: World, servers: int) -> dict[str, Any]:
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
             loss = super().loss(model, batch)
             if world.rank == world.size - 1 and self.num_calls == 1:
-                assert world.words(["far ahead"], 60) == [True]
+                assert world.store_get(["far ahead"], 60) == [True]
             return loss
 
     def on_step(run: Run, step: int) -> None:
@@ -155,7 +155,7 @@ def _run_apart(world: World, servers: int) -> dict[str, Any]:
     def on_save(run: Run) -> None:
         strategy = run.parts.strategy
         saved.append(b"".join(weight.detach().numpy().tobytes() for weight in strategy.weights()))
-        for part in strategy.parts():  # which a checkpoint holds
+        for part in strategy.shards():  # which a checkpoint holds
             assert torch.equal(part.local, strategy.module.get_parameter(part.name))
 
     flags: dict[str, Any] = {"strategy": "server", "servers": servers, "staleness": K, "checkpoint_every": "4"}
@@ -176,7 +176,7 @@ def _run_apart(world: World, servers: int) -> dict[str, Any]:
         "saved": saved,
         "applied": applied,
         "ages": strategy.stale_gradients,
-        "most": most_stale(run.parts.config, run.parts.plan.layout),
+        "most": max_staleness(run.parts.config, run.parts.plan.layout),
         "losses": [done.train_loss for done in run.of(EpochDone)],
         "threads": [thread.name for thread in threading.enumerate() if "server" in thread.name],
     }
@@ -215,7 +215,7 @@ def _breaks(world: World, is_other_gone: bool) -> None:
     run = prepare({"num_train": 160}, world=world, on_step=on_step, strategy="server", staleness=K)
     strategy = run.parts.strategy
     assert isinstance(strategy, Server)
-    server, wait = strategy._server, strategy._post.wait
+    server, wait = strategy._server, strategy._transport.wait
     if isinstance(server, AsyncServer):
 
         def fails(rank: int, message: ServerMessage) -> None:
@@ -228,14 +228,12 @@ def _breaks(world: World, is_other_gone: bool) -> None:
                 failed.set()  # and the other worker was told so
 
         server._step_with = fails  # type: ignore[method-assign]
-        strategy._post.wait = waits  # type: ignore[method-assign]
+        strategy._transport.wait = waits  # type: ignore[method-assign]
     train(run.training)
 
 
 @pytest.mark.parametrize("is_other_gone", [False, True])
-def test_what_goes_wrong_in_the_thread_of_a_server_ends_the_run_with_its_error(
-    run_ranks: Ranks, is_other_gone: bool
-) -> None:
+def test_an_error_in_the_thread_of_a_server_ends_the_run(run_ranks: Ranks, is_other_gone: bool) -> None:
     with pytest.raises(RankFailedError) as raised:
         run_ranks(_breaks, 2, is_other_gone)
     main, other = str(raised.value).split("Traceback")[1:]
@@ -244,7 +242,7 @@ def test_what_goes_wrong_in_the_thread_of_a_server_ends_the_run_with_its_error(
 
 
 @pytest.mark.parametrize("staleness", ["0", "2"])
-def test_a_worker_that_fails_is_named_and_its_server_does_not_wait_for_it(tmp_path: Path, staleness: str) -> None:
+def test_a_failed_worker_is_named_and_servers_do_not_wait_for_it(tmp_path: Path, staleness: str) -> None:
     flags = ("--strategy", "server", "--staleness", staleness)
     done = in_ranks(tmp_path, *flags, TINY_FAULT="raise 1 7")
     assert done.returncode == 1
@@ -252,7 +250,7 @@ def test_a_worker_that_fails_is_named_and_its_server_does_not_wait_for_it(tmp_pa
     assert "ValueError: the tiny task fails on purpose" in done.stderr
 
 
-def test_one_worker_goes_on_with_a_run_of_servers_as_with_one_of_any_strategy(
+def test_one_worker_resumes_a_run_of_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -262,33 +260,33 @@ def test_one_worker_goes_on_with_a_run_of_servers_as_with_one_of_any_strategy(
     capsys.readouterr()
     again = ["train", "--device", "cpu", "--num-gpus", "1", "--epochs", "2", "--resume"]
     assert main([*again, "kept"]) == 0
-    assert "single: one worker for now, which keeps and steps by itself what servers would" in capsys.readouterr().out
+    assert "single: resumed on one worker, which needs no server" in capsys.readouterr().out
     assert main([*again, "changed", "--strategy", "single"]) == 0
     found = [json.loads(Path("runs", name, "summary.json").read_text()) for name in ("kept", "changed")]
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
     assert (found[0]["steps"], found[0]["num_resumes"], found[0]["world_size"]) == (found[1]["steps"], 1, 1)
     assert 'strategy = "server"' in Path("runs/kept/config.toml").read_text()  # for when there are several again
     assert main([*again, "kept", "--epochs", "3", "--staleness", "1"]) == 2
-    assert "whose gradients cannot be as old as --staleness 1 allows; set --num-gpus 2" in capsys.readouterr().err
+    assert "it needs several workers and there is one" in capsys.readouterr().err
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_tensors_are_dealt_evenly_by_their_bytes_and_none_is_cut() -> None:
+def test_tensors_are_assigned_evenly_by_their_bytes() -> None:
     sizes = [100, 3, 50, 50, 7, 90]
-    dealt = deal(sizes, 2)
+    dealt = assign(sizes, 2)
     assert sorted(dealt[0] + dealt[1]) == list(range(6))
     assert [sum(sizes[number] for number in numbers) for numbers in dealt] == [150, 150]
-    assert all(deal([0, 0, 0], 3))
+    assert all(assign([0, 0, 0], 3))
 
 
-def test_a_parcel_carries_tensors_of_any_type_and_what_is_missing() -> None:
+def test_a_message_has_tensors_of_any_dtype_and_flags() -> None:
     tensors = [torch.randn(3, 5), torch.randn((), dtype=torch.float64), torch.randn(7).bfloat16(), torch.randn(0, 2)]
     sent, got = ServerMessage(tensors), ServerMessage(tensors)
     sent.pack([*tensors[:2], None, tensors[3]], 0.25)
     got.take(sent)
-    assert (got.number, got.mark) == (0.25, 0)
+    assert (got.learning_rate, got.status) == (0.25, 0)
     for value, expected in zip(got.present(), [*tensors[:2], None, tensors[3]], strict=True):
         assert value is expected is None or torch.equal(value, expected)  # type: ignore[arg-type]
     sent.pack(tensors)
@@ -313,6 +311,6 @@ def _refused(world: World) -> str:
 def test_more_servers_than_tensors_are_refused(run_ranks: Ranks) -> None:
     for text in run_ranks(_refused, 3):
         assert text == (
-            "--servers 3 was set, but the model has 2 tensors to train, and each is kept whole by one server; "
+            "--servers 3 was set, but the model has 2 tensors to train, and each is stored whole by one server; "
             "set --servers 2 or fewer."
         )

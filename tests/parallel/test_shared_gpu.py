@@ -1,4 +1,4 @@
-"""On a GPU that two workers share by Gloo: local steps, parameter servers, gradients that travel in fewer bytes."""
+"""Two workers that share a GPU over Gloo: local updates, parameter servers, gradient compression."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _validation_loss(folder: Path, name: str, flags: str) -> float:
     return float(summary["validation_loss"])
 
 
-def test_they_train_as_ddp_where_they_promise_it_and_to_the_end_elsewhere(tmp_path: Path) -> None:
+def test_strategies_train_as_ddp(tmp_path: Path) -> None:
     expected = _validation_loss(tmp_path, "ddp", "--strategy ddp")
     same = "--strategy server", "--strategy server --servers 2 --clip-norm 1e9", "--strategy local --average-every 1"
     for number, flags in enumerate(same):
@@ -77,7 +77,7 @@ def _loss_of_script(folder: Path, compress: str, dtype: str) -> float:
     return float(loss)
 
 
-def test_a_script_trains_as_without_where_gradients_travel_in_sixteen_bits(tmp_path: Path) -> None:
+def test_a_script_trains_with_gradient_compression(tmp_path: Path) -> None:
     expected = _loss_of_script(tmp_path, "none", "float64")
     for compress in ("bf16", "fp16"):
         found = _loss_of_script(tmp_path, compress, "float64")

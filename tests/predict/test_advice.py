@@ -63,7 +63,7 @@ def ask(
     ],
     ids=["one GPU", "one node with NVLink", "one node", "a fast network", "a slow network"],
 )
-def test_the_first_way_that_fits_is_taken(
+def test_the_first_candidate_that_fits_is_taken(
     order: tuple[str, ...], num_gpus: int, num_nodes: int, nvlink: bool, fast: bool
 ) -> None:
     for place, wanted in enumerate(order):
@@ -73,13 +73,13 @@ def test_the_first_way_that_fits_is_taken(
         assert ask(fitting, num_gpus, num_nodes, nvlink, fast, None) == wanted
 
 
-def test_where_nothing_fits_it_is_said_what_would() -> None:
+def test_where_nothing_fits_the_advice_says_what_would() -> None:
     assert "24 GPUs of this kind" in ask({}, 8, 1, True, True, 24)
     assert ask({}, 8, 1, True, True, 0) == "nothing fits."
     assert "more GPUs of this kind would not help" in ask({}, 8, 1, True, True, None)
 
 
-def test_what_was_set_is_taken_where_it_fits_and_else_it_is_said_that_it_does_not() -> None:
+def test_what_was_set_is_taken_if_it_fits() -> None:
     outcomes = {"ddp": YES, "fsdp": YES, "zero1": NO, "as set": SMALLER}
 
     def taken(asked: str | None) -> tuple[str | None, int, str]:

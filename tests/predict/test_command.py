@@ -58,13 +58,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["predict", *words]) == 0
+def predict(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["predict", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["predict", *words]) == 2
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["predict", *arguments]) == 2
     captured = capsys.readouterr()
     error = captured.err.replace("its file, too\n", "")
     assert (captured.out, error.count("\n")) == ("", 1)
@@ -74,7 +74,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.usefixtures("folder")
 def test_the_whole_of_a_small_forecast(capsys: pytest.CaptureFixture[str]) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    check_golden(GOLDEN, said(capsys, "towers.py", "--gpu", "a30", "--num-gpus", "2", "--batch-size", "256"))
+    check_golden(GOLDEN, predict(capsys, "towers.py", "--gpu", "a30", "--num-gpus", "2", "--batch-size", "256"))
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 700 * 1024  # torch's own modules, of 1 GiB of weights nothing
 
@@ -83,15 +83,15 @@ def test_the_whole_of_a_small_forecast(capsys: pytest.CaptureFixture[str]) -> No
 def test_figures_have_their_units_and_the_advised_command_is_one_that_trains(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["towers.py", "--batch-size=32768", "--gpu-memory", "6", "--json"]
-    found = json.loads(said(capsys, *words, "--offload", "--strategy", "fsdp"))
+    arguments = ["towers.py", "--batch-size=32768", "--gpu-memory", "6", "--json"]
+    found = json.loads(predict(capsys, *arguments, "--offload", "--strategy", "fsdp"))
     (asked,) = [candidate for candidate in found["ways"] if candidate["is_as_set"]]
     assert (asked["flags"], asked["weights_bytes"]) == (["--strategy", "fsdp", "--offload"], 0)
     assert found["weights_bytes"] == 4 * found["trained_parameters"]
     plain = found["ways"][0]
     assert plain["total_bytes"] == sum(plain[f"{name}_bytes"] for name in TERMS)
     assert found["advice"]["text"] == "it fits as set."
-    found = json.loads(said(capsys, *words, "--strategy", "single", "--no-offload"))
+    found = json.loads(predict(capsys, *arguments, "--strategy", "single", "--no-offload"))
     command = found["advice"]["command"].split()
     assert command[:3] == ["stormo", "train", "towers.py"]
     assert "--offload" not in command
@@ -100,13 +100,11 @@ def test_figures_have_their_units_and_the_advised_command_is_one_that_trains(
     assert "32768 = " in capsys.readouterr().out  # the step is what it was
 
 
-def test_what_was_set_is_one_row_by_whichever_name_and_is_told_where_it_cannot_be(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def advised(mesh: str, *words: str) -> str:
+def test_what_was_set_is_one_row_under_any_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def advised(mesh: str, *arguments: str) -> str:
         (folder / "some.toml").write_text(f"[workers]\nnum_gpus = 2\nmesh = {mesh!r}\n[sharding]\noffload = true\n")
-        command = ["towers.py", "--config", "some.toml", "--batch-size", "4", "--json", *words]
-        found = json.loads(said(capsys, *command))
+        command = ["towers.py", "--config", "some.toml", "--batch-size", "4", "--json", *arguments]
+        found = json.loads(predict(capsys, *command))
         assert [candidate["is_as_set"] for candidate in found["ways"]].count(True) == 1
         assert len({json.dumps(candidate) for candidate in found["ways"]}) == 8 + 2  # none is there twice
         return f"{found['advice']['text']} {found['advice']['command']}"
@@ -123,18 +121,18 @@ def test_what_was_set_is_one_row_by_whichever_name_and_is_told_where_it_cannot_b
     )
     assert "zero2: " in capsys.readouterr().out  # whatever mesh the file names
     (folder / "towers.py").write_text(TASK.format(end="").replace("*layers, ", ""))  # now there are two pieces
-    found = json.loads(said(capsys, "towers.py", "--gpu", "t4", "--num-gpus=4", "--strategy=pipeline", "--json"))
+    found = json.loads(predict(capsys, "towers.py", "--gpu", "t4", "--num-gpus=4", "--strategy=pipeline", "--json"))
     assert found["advice"]["text"] == "the strategy set is not possible; every GPU can hold a copy."
 
 
 @pytest.mark.usefixtures("folder")
-def test_servers_and_local_steps_are_rows_of_their_own_and_what_is_theirs_alone_is_left_out_of_other_commands(
+def test_server_and_local_are_rows_and_their_options_are_left_out_of_other_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["towers.py", "--num-gpus", "2", "--batch-size", "256", "--json"]
+    arguments = ["towers.py", "--num-gpus", "2", "--batch-size", "256", "--json"]
 
     def found(*flags: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        seen = json.loads(said(capsys, *words, *flags))
+        seen = json.loads(predict(capsys, *arguments, *flags))
         (asked,) = [candidate for candidate in seen["ways"] if candidate["is_as_set"]]
         assert seen["ways"][1]["flags"] == ["--strategy", "ddp"]
         assert seen["ways"][1]["is_possible"]
@@ -145,31 +143,27 @@ def test_servers_and_local_steps_are_rows_of_their_own_and_what_is_theirs_alone_
     assert command[-4:] == ["--strategy", "server", "--servers", "2"]
     *_, command = found("--gpu-memory", "2.6", "--strategy", "server", "--servers=2", "--staleness", "3")
     assert " ".join(command) == "stormo train towers.py --num-gpus 2 --batch-size 256 --strategy fsdp --offload"
-    apart, _, command = found("--gpu", "a30", "--strategy", "local", "--outer-lr", "0.7", "--outer-momentum", "0.9")
-    assert apart["state_bytes"] == copied["state_bytes"] + 2 * apart["weights_bytes"]
-    assert apart["activations_bytes"] < copied["activations_bytes"]  # no gradients that stay
+    local, _, command = found("--gpu", "a30", "--strategy", "local", "--outer-lr", "0.7", "--outer-momentum", "0.9")
+    assert local["state_bytes"] == copied["state_bytes"] + 2 * local["weights_bytes"]
+    assert local["activations_bytes"] < copied["activations_bytes"]  # no gradients that stay
     assert command[-6:] == ["--strategy", "local", "--outer-lr", "0.7", "--outer-momentum", "0.9"]
 
 
-def test_what_is_kept_back_of_gradients_counts_and_other_strategies_go_without(
+def test_error_feedback_counts_and_other_strategies_are_not_compressed(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    words = ["towers.py", "--num-gpus", "2", "--batch-size", "256", "--json"]
+    arguments = ["towers.py", "--num-gpus", "2", "--batch-size", "256", "--json"]
     powersgd = ["--compress", "powersgd", "--compress-rank", "2"]
-    seen, plain = (json.loads(said(capsys, *words, "--gpu", "a30", *flags)) for flags in (powersgd, []))
-    (asked,), (before,) = (
-        [candidate for candidate in each["ways"] if candidate["is_as_set"]] for each in (seen, plain)
-    )
-    assert asked["state_bytes"] == before["state_bytes"] + before["weights_bytes"]
-    assert [candidate["is_possible"] for candidate in seen["ways"]] == [
-        candidate["is_possible"] for candidate in plain["ways"]
-    ]
+    seen = json.loads(predict(capsys, *arguments, "--gpu", "a30", *powersgd))
+    (asked,) = [candidate for candidate in seen["ways"] if candidate["is_as_set"]]
+    assert asked["state_bytes"] == seen["optimizer_state_bytes"] + seen["weights_bytes"]
+    assert all(candidate["is_possible"] for candidate in seen["ways"] if "zero2" in candidate["flags"])
     assert seen["advice"]["command"].endswith("--compress powersgd --compress-rank 2")
     settings = folder / "settings.toml"
     settings.write_text('[workers]\ncompress = "powersgd"\n')
-    for flags, told in ((powersgd, []), (["--config", str(settings)], ["--compress", "none"])):
-        command = json.loads(said(capsys, *words, "--gpu-memory", "2.6", *flags))["advice"]["command"].split()
-        assert [word for word in command if word in ("--compress", "--compress-rank", "none", "powersgd")] == told
+    for flags, kept in ((powersgd, []), (["--config", str(settings)], ["--compress", "none"])):
+        command = json.loads(predict(capsys, *arguments, "--gpu-memory", "2.6", *flags))["advice"]["command"].split()
+        assert [word for word in command if word in ("--compress", "--compress-rank", "none", "powersgd")] == kept
         assert "--offload" in command
 
 
@@ -183,7 +177,7 @@ def test_a_loss_that_reads_values_leaves_the_rest_of_the_forecast(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "reading.py").write_text(TASK.format(end=" * float(batch[0].sum() > -1)"))
-    output = said(capsys, "reading.py", "--gpu", "a30")
+    output = predict(capsys, "reading.py", "--gpu", "a30")
     assert "Activations are unknown and left out: the loss cannot be computed on" in output
     assert "no strategy is advised" in output.lower()
     assert "268,820,490 trained" in output
@@ -210,9 +204,9 @@ def test_nothing_is_fetched_for_a_forecast(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("STORMO_DATA", str(tmp_path))
-    monkeypatch.setattr("stormo.data.fashion_mnist._find_flaws", lambda *_: ["there is nothing"])
+    monkeypatch.setattr("stormo.data.fashion_mnist._flaws_in", lambda *_: ["there is nothing"])
     monkeypatch.setattr("stormo.data.fashion_mnist._fetch", None)  # which cannot be called
-    output = said(capsys, "fashion-mnist", "--task.width", "1", "--gpu", "t4")
+    output = predict(capsys, "fashion-mnist", "--task.width", "1", "--gpu", "t4")
     assert "the data are not here; set --task.data-folder" in output
     assert list(tmp_path.iterdir()) == []
 
@@ -232,12 +226,12 @@ def test_known_devices_are_named_as_users_type_them() -> None:
 
 
 def test_flags_are_taken_out_with_their_values() -> None:
-    words = ["t.py", "--strategy", "ddp", "--zero=2", "--no-offload", "--batch_size", "4", "--epochs", "1"]
+    arguments = ["t.py", "--strategy", "ddp", "--zero=2", "--no-offload", "--batch_size", "4", "--epochs", "1"]
     flags = {"--strategy": 1, "--zero": 1, "--offload": 0, "--batch-size": 1}
-    assert without_flags(words, flags) == ["t.py", "--epochs", "1"]
+    assert without_flags(arguments, flags) == ["t.py", "--epochs", "1"]
 
 
-def test_the_text_of_what_is_not_possible_not_known_or_not_alike() -> None:
+def test_the_text_of_impossible_and_unknown_candidates() -> None:
     weights = ParameterSize(
         name="w", num_bytes=4 * GIB, num_values=GIB, num_rows=8, is_trained=True, state_bytes=8 * GIB
     )

@@ -76,7 +76,7 @@ def test_a_pass_counts_at_its_worst_moment() -> None:
     assert again.terms["activations"] == 1000 + 2 * TOTAL  # the gradients of the pass before
 
 
-def test_fsdp_gathers_two_blocks_and_the_rest_and_a_lone_worker_all() -> None:
+def test_fsdp_gathers_two_blocks_and_the_rest_and_a_single_worker_all() -> None:
     spec = ParallelSpec(num_workers=2, shard=2, zero=3, half_bytes=2, batch=10)
     one = held(spec)
     assert one.terms["gathered"] == 2 * VALUES + 2 * 2 * VALUES + 6 * VALUES
@@ -107,7 +107,7 @@ def test_a_captured_pass_keeps_its_memory_and_others_take_theirs_beside_it() -> 
     assert (at(None, memory_gib=14.0).fits, (at(None, memory_gib=14.0).largest_batch or 0) < 10**8) == (False, True)
 
 
-def test_workers_that_step_by_themselves_and_servers() -> None:
+def test_local_workers_and_servers() -> None:
     many: dict[str, Any] = {"num_workers": 4, "workers_per_node": 2, "batch": 10}
     alone = held(ParallelSpec(**many, averages_weights=True))
     assert alone.terms["state"] == 8 * TOTAL
@@ -124,8 +124,12 @@ def test_workers_that_step_by_themselves_and_servers() -> None:
     assert over.host_bytes == 2 * 4 * TOTAL + (4 * TOTAL + 4 * TOTAL + 8 * TOTAL) / 2  # of four servers, two here
 
 
-def test_layers_that_are_cut_and_the_fullest_stage() -> None:
-    cut = held(ParallelSpec(num_workers=2, tensor=2, cut=frozenset({"0.weight", "1.weight", "2.weight", "3.weight"})))
+def test_sharded_layers_and_the_largest_stage() -> None:
+    cut = held(
+        ParallelSpec(
+            num_workers=2, tensor=2, tensor_sharded=frozenset({"0.weight", "1.weight", "2.weight", "3.weight"})
+        )
+    )
     assert cut.terms["weights"] == 4 * VALUES + 8 * VALUES
     stages = (frozenset({"root", "0.weight"}), frozenset({"1.weight", "2.weight", "3.weight"}))
     spec = ParallelSpec(num_workers=2, pipeline=2, stages=stages, batch=10**6, micro_batches=4, in_flight=2)
@@ -153,7 +157,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not(num_workers: int, grap
     assert (at(in_turn, 2).fits, at(in_turn + 1, 2).fits) == (True, False)
 
 
-def test_what_does_not_fit_at_all_has_no_batch_and_says_how_many_would_do() -> None:
+def test_what_does_not_fit_has_no_batch_and_says_how_many_gpus_are_enough() -> None:
     tight = ParallelSpec(num_workers=2, shard=2, zero=3, batch=1)
     one = held(tight, memory_gib=2.1)
     assert (one.fits, one.largest_batch) == (False, 0)

@@ -1,4 +1,4 @@
-"""The arithmetic of several workers against the real strategies, as one rank of a job that nobody has started."""
+"""The arithmetic of several workers against the real strategies, as one rank of a simulated job."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from benchmarks import held_bytes
 from benchmarks.fake_workers import stepped
-from benchmarks.spread_tasks import Words
+from benchmarks.strategy_tasks import Words
 from stormo.config import options
 from stormo.data.loaders import Batch
-from stormo.data.order import Pass
+from stormo.data.order import MicroBatch
 from stormo.distributed.world import World
 from stormo.predict.candidates import list_candidates
 from stormo.predict.fake_tensors import FakeModel
@@ -23,7 +23,7 @@ from stormo.predict.forecaster import Forecaster
 from stormo.predict.model import count_model, hybrid_sharded, tensor_sharded
 from stormo.predict.tracing import Tracer, few_samples
 from stormo.system.hardware import KNOWN_GPUS
-from stormo.tasks.gpt_sizes import Size
+from stormo.tasks.language_model import Size
 from tests.tiny_run import build
 from tests.tiny_task import Tiny, TinyOptions
 
@@ -35,8 +35,8 @@ def simulated(flags: dict[str, Any]) -> int:
     before = held_bytes.living()
     with stepped(flags, SIZE, 0, RANKS) as (strategy, _):
         strategy.clear_gradients()
-        span = Pass(0, SAMPLES, 0, strategy._plan.global_batch_size, is_first=True, is_last=True)
-        batch = Batch((torch.zeros((SAMPLES, SIZE.block + 1), dtype=torch.uint8),), span, is_ghost=False)
+        span = MicroBatch(0, SAMPLES, 0, strategy._plan.global_batch_size, is_first=True, is_last=True)
+        batch = Batch((torch.zeros((SAMPLES, SIZE.block + 1), dtype=torch.uint8),), span, is_padding=False)
         with held_bytes.Peak(before) as peak:
             strategy.micro_step(batch)
         return int(peak.num_bytes)
@@ -60,7 +60,7 @@ def test_a_rank_holds_what_is_forecast_and_not_much_less(flags: dict[str, Any], 
     is_hybrid = flags["strategy"] == "hybrid"
     if spec.tensor > 1:
         cut = (hybrid_sharded if is_hybrid else tensor_sharded)(task, fake_model.model(), spec.tensor)
-        spec = replace(spec, cut=cut)
+        spec = replace(spec, tensor_sharded=cut)
     curve = tracer.curve(
         SAMPLES,
         recomputes=False,
@@ -106,7 +106,7 @@ def after_a_step(world: World, flags: dict[str, Any]) -> tuple[int, int, int]:
     ],
     ids=["local", "outer step", "server", "stale server"],
 )
-def test_a_worker_that_steps_by_itself_and_a_server_hold_what_is_forecast(
+def test_local_workers_and_a_server_hold_what_is_forecast(
     flags: dict[str, Any], run_ranks: Callable[..., list[Any]]
 ) -> None:
     flags = {"global_batch_size": 16, "optimizer": "adamw", "precision": "fp32", "noise_scale": False, **flags}

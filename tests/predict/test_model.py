@@ -77,7 +77,7 @@ class Unreadable(Convolutions):
         return Picky([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
-def test_a_task_s_own_optimizer_is_asked_and_what_it_leaves_out_is_frozen() -> None:
+def test_the_optimizer_of_a_task_and_what_it_leaves_out_is_frozen() -> None:
     task = OwnOptimizer(NoOptions())
     fake_model = FakeModel(task, "fp32")
     found = count_model(task, fake_model, TrainConfig())
@@ -112,7 +112,7 @@ def test_a_model_that_reads_its_own_values_is_built_in_memory_first() -> None:
     assert len(fake_model.notices) == 1
 
 
-def test_layers_that_are_cut_and_stages_are_those_of_the_model() -> None:
+def test_sharded_layers_and_stages_are_those_of_the_model() -> None:
     words: Task = make("words")
     model = FakeModel(words, "fp32").model()
     cut = tensor_sharded(words, model, 2)

@@ -15,8 +15,7 @@ from stormo.parallel.units import recompute, units_of
 from stormo.predict.fake_tensors import FakeModel, MemoryTrace
 from stormo.predict.forecast import Load
 from stormo.predict.tracing import Tracer, UntraceableError, few_samples, forbid_fetching
-from stormo.tasks.gpt_sizes import Size
-from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
+from stormo.tasks.language_model import LanguageModel, LanguageModelOptions, Size
 from stormo.tasks.task import NoOptions, Task
 from tests.tiny_task import Tiny, TinyOptions
 

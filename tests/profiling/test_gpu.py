@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stormo.config.plan.profile import ProfileSpec
+from stormo.config.plan.steps import ProfileSpec
 from stormo.data.loaders import Batch
-from stormo.data.order import Pass
+from stormo.data.order import MicroBatch
 from stormo.distributed.world import World
 from stormo.launch import alone
 from stormo.parallel.ddp import ExposedWait
@@ -65,8 +65,10 @@ def test_a_window_by_kernels(tmp_path: Path) -> None:
     def batches() -> Any:
         for step in range(6):
             time.sleep(0.02)  # the device has nothing to do meanwhile
-            span = Pass(step_start=step, step_stop=step + 1, start=step, stop=step + 1, is_first=True, is_last=True)
-            yield Batch(torch.randn(512, 2048).pin_memory().to(device, non_blocking=True), span, is_ghost=False)
+            span = MicroBatch(
+                step_start=step, step_stop=step + 1, start=step, stop=step + 1, is_first=True, is_last=True
+            )
+            yield Batch(torch.randn(512, 2048).pin_memory().to(device, non_blocking=True), span, is_padding=False)
 
     said = window.tend(1)
     for batch in window.batches(batches(), clock):

@@ -20,12 +20,12 @@ def _off_again() -> Iterator[None]:
 
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What NVTX was told, in a torch that has it."""
-    told: list[str] = []
+    """The calls of NVTX, in a torch that has it."""
+    calls: list[str] = []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("pop"))
-    return told
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    return calls
 
 
 def test_a_range_that_nobody_records_is_one_shared_object() -> None:

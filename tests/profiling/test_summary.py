@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from stormo.profiling.summary import (
     PARTS,
     Interval,
-    Moments,
+    Intervals,
     _time,
-    both,
+    difference,
+    intersection,
     lengths,
     lines,
     overview,
     summarise,
     union,
-    without,
 )
 
 INTERVALS = st.lists(
@@ -32,7 +32,7 @@ def _numbers(intervals: list[Interval]) -> set[int]:
     return {number for begin, end in intervals for number in range(begin, end)}
 
 
-def _is_tidy(moments: Moments) -> bool:
+def _is_tidy(moments: Intervals) -> bool:
     return all(begin < end for begin, end in moments) and all(
         end <= begin for (_, end), (begin, _) in itertools.pairwise(moments)
     )
@@ -45,9 +45,9 @@ def test_sets_of_moments_are_those_of_their_numbers(
 ) -> None:
     a, b, steps = union(first), union(second), union(spans)
     assert _numbers(a) == _numbers(first)
-    assert _numbers(both(a, b)) == _numbers(first) & _numbers(second)
-    assert _numbers(without(a, b)) == _numbers(first) - _numbers(second)
-    assert all(map(_is_tidy, (a, both(a, b), without(a, b))))
+    assert _numbers(intersection(a, b)) == _numbers(first) & _numbers(second)
+    assert _numbers(difference(a, b)) == _numbers(first) - _numbers(second)
+    assert all(map(_is_tidy, (a, intersection(a, b), difference(a, b))))
     assert lengths(steps, a) == [len(_numbers([span]) & _numbers(a)) for span in steps]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from stormo.config.plan.profile import ProfileSpec, parse_profile
+from stormo.config.plan.steps import ProfileSpec, parse_profile
 from stormo.distributed.world import World
 from stormo.energy import read_bill
 from stormo.launch import alone
@@ -88,9 +88,9 @@ def test_two_workers_record_the_steps_that_were_named(run_ranks: Ranks, tmp_path
         assert not {"ProfilerStep#2", "ProfilerStep#7"} & names
         calls = _calls(events)
         assert calls["aten::addmm"] == 4 * 2 * 2  # steps, passes, layers
-        told = {row["name"]: row["calls"] for row in rank["operations"]}
-        assert told == {name: calls[name] for name in told}
-        assert len(told) == min(40, len(calls))
+        counted = {row["name"]: row["calls"] for row in rank["operations"]}
+        assert counted == {name: calls[name] for name in counted}
+        assert len(counted) == min(40, len(calls))
     times_s = [row["time_s"] for row in summary["operations"]]
     assert len(times_s) == 10
     assert times_s == sorted(times_s, reverse=True)
@@ -143,11 +143,11 @@ def test_what_the_profiler_takes_for_itself_is_no_training(
         desk.after(1.0, 300.0)
 
     run = prepare(on_step=take_time)
-    desk.keeper.attach(tmp_path / "nodes" / "3.jsonl", None, 0)
-    run.training.keeper = desk.keeper
+    desk.recorder.attach(tmp_path / "nodes" / "3.jsonl", None, 0)
+    run.training.node_recorder = desk.recorder
     run.training.profile = ProfileWindow(parse_profile(text), run.training.world, tmp_path)
     assert train(run.training).stopped_by == "epochs"
-    desk.keeper.close()
+    desk.recorder.close()
     assert run.training.profile.close() == []
     assert run.parts.state.progress.train_time_s == 6.0
     parts_j = read_bill(tmp_path).parts_j

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stormo.parallel.pipeline.bubble import Costs, idle_share, simulate
-from stormo.parallel.pipeline.orders import orders
+from stormo.parallel.pipeline.schedules import Costs, idle_share, pipeline_order, simulate
 
 BEGIN_UNIX_S = 1_790_000_000.0
 STEPS_PER_EPOCH = 20
@@ -262,10 +261,10 @@ def _source(source_id: str, kind: str, *, interval_s: float) -> dict[str, Any]:
     }
 
 
-def made_pass(schedule: str, num_workers: int, micro_batches: int, per_worker: int = 1) -> dict[str, Any]:
-    """A pass that kept to its schedule, but that its first action took longer and all others came later for it."""
+def schedule_trace(schedule: str, num_workers: int, micro_batches: int, per_worker: int = 1) -> dict[str, Any]:
+    """A run of the schedule in which the first action took longer and delayed all others."""
     num_stages = per_worker * num_workers
-    spans = simulate(orders(schedule, num_workers, num_stages, micro_batches), Costs.even(num_stages))
+    spans = simulate(pipeline_order(schedule, num_workers, num_stages, micro_batches), Costs.even(num_stages))
     late_s = 0.001 * max(span.stop for span in spans)
     moved = [span._replace(start=0.01 * span.start + late_s, stop=0.01 * span.stop + late_s) for span in spans]
     moved[0] = moved[0]._replace(start=moved[0].start - late_s)

@@ -14,8 +14,8 @@ import pytest
 
 from stormo.errors import MissingPackageError, SettingError, StormoError
 from stormo.report import command
-from stormo.report.exports import write_png
-from stormo.report.history import Reader
+from stormo.report.command import write_png
+from stormo.report.history import read_history
 from stormo.report.page import make_document, make_page, make_panels
 from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
@@ -52,7 +52,7 @@ class Parts(HTMLParser):
 
 
 def document(*runs: Path) -> dict[str, Any]:
-    return make_document([Reader(RunFolder(run)).read() for run in runs])
+    return make_document([read_history(RunFolder(run)) for run in runs])
 
 
 def charts(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -85,7 +85,7 @@ def test_one_page_with_nothing_to_load(tmp_path: Path, capsys: pytest.CaptureFix
     assert (rules["default-src"], rules["connect-src"], rules["img-src"]) == ("'none'", "'none'", "data: blob:")
 
 
-def test_a_live_page_may_ask_its_own_server_alone(tmp_path: Path) -> None:
+def test_a_live_page_may_fetch_from_its_server_only(tmp_path: Path) -> None:
     assert "connect-src 'self';" in make_page(document(MadeRun(epochs=1).write(tmp_path)), is_live=True)
 
 
@@ -127,7 +127,7 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert (training["name"], len(training["y"]), validation["at"]["epoch"]) == ("training", 80, [1, 2, 3, 4])
     assert validation["at"]["step"] == [20, 40, 60, 80]
     assert training["at"]["epoch"][29] == 1.5
-    # The pause of ten minutes is no running time: 26 s and 27 s, the node's start two seconds before the main worker's.
+    # The pause of ten minutes is no running time: 26 s and 27 s, the node starts two seconds before rank 0.
     assert training["at"]["time_s"][40] < 30 < validation["at"]["time_s"][-1] < 60
     gpus = next(line for line in found["power"]["series"] if line["name"] == "GPUs")
     assert max(gpus["y"]) == 600.0
@@ -225,7 +225,7 @@ def test_csv_files_hold_every_point_and_no_formula(tmp_path: Path, monkeypatch: 
 
 
 def test_png_files(tmp_path: Path) -> None:
-    history = Reader(RunFolder(MadeRun(name="a $b$ c", epochs=2).write(tmp_path))).read()
+    history = read_history(RunFolder(MadeRun(name="a $b$ c", epochs=2).write(tmp_path)))
     panels = [panel for panel in make_panels([history]) if panel.id in ("loss", "ledger")]
     written = write_png(tmp_path / "png", panels, [history.label])
     assert [path.name for path in written] == ["loss.png", "stack-ledger.png"]
@@ -234,36 +234,36 @@ def test_png_files(tmp_path: Path) -> None:
 
 def test_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = MadeRun(name="made", epochs=1).write(tmp_path)
-    place = ["--runs-folder", str(tmp_path)]
+    runs_folder = ["--runs-folder", str(tmp_path)]
     with pytest.raises(SettingError, match="did you mean made"):
-        command.main(["mad", *place])
+        command.main(["mad", *runs_folder])
     with pytest.raises(SettingError, match=r"--output .* cannot be written \(No such file"):
-        command.main(["made", *place, "--output", str(tmp_path / "no" / "page.html")])
+        command.main(["made", *runs_folder, "--output", str(tmp_path / "no" / "page.html")])
     with pytest.raises(SettingError, match="--output /dev/null was set, but it is not an ordinary file"):
-        command.main(["made", *place, "--output", "/dev/null"])
+        command.main(["made", *runs_folder, "--output", "/dev/null"])
     (folder / "report.html").mkdir()
     with pytest.raises(SettingError, match=r"^the page would be .*report\.html, but .* another file with --output"):
-        command.main(["made", *place])
+        command.main(["made", *runs_folder])
     (folder / "report.html").rmdir()
     for option in ("--output", "--csv", "--png"):
         with pytest.raises(SettingError, match=f"{option} was set to an empty name"):
-            command.main(["made", *place, option, ""])
+            command.main(["made", *runs_folder, option, ""])
     with pytest.raises(SettingError, match=r"--csv .* cannot be written"):
-        command.main(["made", *place, "--csv", str(folder / "config.toml")])
+        command.main(["made", *runs_folder, "--csv", str(folder / "config.toml")])
     events = folder / "events.jsonl"
     events.write_text('{"event": "notice", "time_unix_s": 1}\n{"event": "notice"}\n')
-    with pytest.raises(StormoError, match="line 2 was damaged after it was written"):
-        command.main(["made", *place])
+    with pytest.raises(StormoError, match="line 2 has no time"):
+        command.main(["made", *runs_folder])
     find_spec = importlib.util.find_spec
     for missing, option, extra in (("plotly", "--csv", "report"), ("matplotlib", "--png", "plot")):
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, gone=missing: None if name == gone else find_spec(name)
+            importlib.util, "find_spec", lambda name, missing=missing: None if name == missing else find_spec(name)
         )
         with pytest.raises(MissingPackageError, match=rf"stormo\[{extra}\]"):
-            command.main(["made", *place, option, "x"])
+            command.main(["made", *runs_folder, option, "x"])
 
 
-def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_runs_of_one_name_get_different_labels(tmp_path: Path) -> None:
     one, other = RunFolder(tmp_path / "a" / "run"), RunFolder(tmp_path / "b" / "run")
     assert command.run_labels([one, other]) == [str(one.path), str(other.path)]
     assert command.run_labels([one]) == ["run"]

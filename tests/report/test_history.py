@@ -7,65 +7,27 @@ from typing import Any
 import pytest
 
 from stormo.errors import StormoError
-from stormo.report.facts import timeline
-from stormo.report.history import JsonLines, Reader, make_clock
-from stormo.telemetry.events import parse_event
+from stormo.report.history import files_version, make_clock, read_history
+from stormo.report.overview import timeline
 from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 
 
-def line(number: int) -> dict[str, Any]:
-    return {"event": "step_done", "time_unix_s": 0.5, "a": number}
-
-
-def numbers(lines: JsonLines) -> list[int]:
-    return [one["a"] for one in lines.read()]
-
-
-def test_only_what_was_appended_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    lines = JsonLines(path, parse_event)
-    assert lines.read() == []
-    append(path, [line(1), line(2)])
-    assert lines.read() == [line(1), line(2)]
-    text = json.dumps(line(4)).encode()
-    with path.open("ab") as file:
-        file.write(json.dumps(line(3)).encode() + b"\n" + text[:20])
-    assert numbers(lines) == [1, 2, 3]
-    with path.open("ab") as file:
-        file.write(text[20:])
-    assert numbers(lines) == [1, 2, 3, 4], "whole but for its line break"
-    assert numbers(lines) == [1, 2, 3, 4], "and it is not taken twice"
-    path.unlink()
-    append(path, [line(7)])
-    assert numbers(lines) == [7], "a file written anew is read anew"
-    path.unlink()
-    append(path, [line(number) for number in range(8, 20)])
-    assert numbers(lines) == list(range(8, 20)), "even where it has grown longer than the one before"
-
-
-@pytest.mark.parametrize(
-    "damage", ["not json", "[]", '{"event": 3, "time_unix_s": 1}', '{"event": "x", "time_unix_s": "y"}']
-)
-def test_a_damaged_line_is_an_error_or_counted(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(f"{json.dumps(line(1))}\n{damage}\n{json.dumps(line(2))}\n")
-    strict = JsonLines(path, parse_event)
-    for _ in range(2):
-        with pytest.raises(StormoError, match=r"x\.jsonl: line 2 was damaged"):
-            strict.read()
-    lenient = JsonLines(path, parse_event, strict=False)
-    assert numbers(lenient) == [1, 2]
-    assert lenient.num_damaged == 1
-    path.write_text(f"{json.dumps(line(1))}\n{json.dumps(line(2))}\n")
-    assert numbers(strict) == [1, 2], "none is taken twice once the file is mended"
+@pytest.mark.parametrize("damage", ["not json", "[]", '{"event": 3, "time_unix_s": 1}', '{"event": "x"}'])
+def test_a_damaged_event_is_an_error(tmp_path: Path, damage: str) -> None:
+    good = json.dumps({"event": "step_done", "time_unix_s": 0.5})
+    (tmp_path / "events.jsonl").write_text(f"{good}\n{damage}\n{good}\n")
+    with pytest.raises(StormoError, match=r"events\.jsonl: line 2 "):
+        read_history(RunFolder(tmp_path))
+    (tmp_path / "events.jsonl").write_text(f"{good}\n{good[:20]}")
+    assert len(read_history(RunFolder(tmp_path)).events) == 1  # the last line is still being written
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = MadeRun(epochs=1).write(tmp_path)
     (folder / "nodes" / "1.jsonl").mkdir()
     with pytest.raises(StormoError, match=r"1\.jsonl: it cannot be read \(Is a directory\)"):
-        Reader(RunFolder(folder)).read()
+        read_history(RunFolder(folder))
 
 
 def test_running_time_leaves_out_the_pause_between_attempts() -> None:
@@ -85,7 +47,7 @@ def test_running_time_leaves_out_the_pause_between_attempts() -> None:
 
 def test_a_history_holds_what_the_files_say(tmp_path: Path) -> None:
     made = MadeRun(epochs=4, resumed_after_epoch=2)
-    history = Reader(RunFolder(made.write(tmp_path))).read()
+    history = read_history(RunFolder(made.write(tmp_path)))
     assert history.state == "done"
     assert history.config["optimizer.base_lr"] == "0.01"
     assert len(history.of("epoch_done")) == 4
@@ -128,8 +90,8 @@ def test_what_happened_lies_at_the_step_that_the_run_had_reached(tmp_path: Path)
             {**notice, "text": "anew"},
         ],
     )
-    history = Reader(RunFolder(tmp_path)).read()
-    found = [(step, words) for step, event, _, words in timeline(history) if event["event"] != "run_started"]
+    history = read_history(RunFolder(tmp_path))
+    found = [(step, text) for step, event, _, text in timeline(history) if event["event"] != "run_started"]
     assert found == [
         *((0, "before"), (30, "as an older version wrote it"), (37, "profile"), (20, "lost"), (20, "goes on")),
         *((22, "resumed"), (25, "profile again"), (0, "anew")),
@@ -140,7 +102,7 @@ def test_what_happened_lies_at_the_step_that_the_run_had_reached(tmp_path: Path)
 def test_the_epoch_of_a_step_between_two_records_is_in_proportion(tmp_path: Path) -> None:
     done = {"event": "epoch_done", "time_unix_s": 1.0, "epoch": 1, "step": 20}
     append(tmp_path / "events.jsonl", [_step(10, 1, 10), done, _step(30, 2, 10)])
-    history = Reader(RunFolder(tmp_path)).read()
+    history = read_history(RunFolder(tmp_path))
     epochs = [history.epoch_at(step) for step in (0, 5, 10, 13, 20, 26, 30, 99)]
     assert epochs == pytest.approx([0.0, 0.25, 0.5, 0.65, 1.0, 1.3, 1.5, 1.5])
 
@@ -151,33 +113,32 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, part: str) -> No
     folder.mkdir()
     if part == "config":
         (folder / "config.toml").write_text('task = "x"\n')
-    history = Reader(RunFolder(folder)).read()
+    history = read_history(RunFolder(folder))
     assert history.state == "waiting"
     assert history.bill is None
 
 
 def test_a_run_without_a_summary_is_judged_by_its_last_line(tmp_path: Path) -> None:
     folder = MadeRun(has_ended=False).write(tmp_path)
-    assert Reader(RunFolder(folder)).read().state == "interrupted"  # its last line is of the past
+    assert read_history(RunFolder(folder)).state == "interrupted"  # its last line is of the past
     append(folder / "nodes" / "0.jsonl", [{"kind": "sample", "time_unix_s": 9e9}])
-    assert Reader(RunFolder(folder)).read().state == "running"
+    assert read_history(RunFolder(folder)).state == "running"
 
 
 def test_the_version_changes_with_the_files(tmp_path: Path) -> None:
     folder = MadeRun(epochs=1).write(tmp_path)
-    reader = Reader(RunFolder(folder))
-    before = reader.version()
-    assert reader.version() == before
+    before = files_version(RunFolder(folder))
+    assert files_version(RunFolder(folder)) == before
     append(folder / "nodes" / "0.jsonl", [{"kind": "end", "time_unix_s": BEGIN_UNIX_S}])
-    assert reader.version() != before
+    assert files_version(RunFolder(folder)) != before
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     folder = MadeRun(epochs=1).write(tmp_path)
     with (folder / "nodes" / "0.jsonl").open("ab") as file:
         file.write(b'{"kind": "ener\n')
-    assert Reader(RunFolder(folder)).read().notes == ("nodes/0.jsonl: 1 line left out that cannot be read",)
+    assert read_history(RunFolder(folder)).notes == ("nodes/0.jsonl: 1 line left out that cannot be read",)
     (folder / "config.toml").write_text("task = ")
     with pytest.raises(StormoError, match="not valid TOML"):
-        Reader(RunFolder(folder)).read()
+        read_history(RunFolder(folder))
     assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "target"

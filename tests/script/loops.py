@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from stormo.distributed.world import World as Workers
-from stormo.launch.failure_reporter import NoReporter
+from stormo.launch.failure_reporter import FailureReporter
 from stormo.script.world import World
 
 Weights = dict[str, Tensor]
@@ -20,7 +20,7 @@ Ranks = Callable[..., list[Any]]
 
 def world_of(workers: Workers) -> World:
     """`stormo.World` on the ranks of the pool."""
-    return World._of(workers, NoReporter())
+    return World._of(workers, FailureReporter())
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""Between the passes of a step, beside other models, and alone on a node: what a loop must not do there, or may."""
+"""What a loop may and must not do between micro-batches, beside other models, and alone on a node."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.ranks import RankFailedError
 from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 
 
-def _passes(world: World) -> Any:
+def _micro_batches(world: World) -> Any:
     return world.loader(DataLoader(data(), batch_size=8), accumulate=2)
 
 
 def _clipped(world: World) -> None:
     model, optimizer = world.wrap(*make())
-    for x, y in _passes(world):
+    for x, y in _micro_batches(world):
         world.backward(F.mse_loss(model(x), y))
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
@@ -47,7 +47,7 @@ def test_gradients_that_are_not_complete_stay_as_they_are() -> None:
 def _scaled(world: World) -> None:
     model, optimizer = world.wrap(*make())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # not passed to wrap
-    for x, y in _passes(world):
+    for x, y in _micro_batches(world):
         world.backward(scaler.scale(F.mse_loss(model(x), y)))
         scaler.step(optimizer)
         scaler.update()
@@ -57,7 +57,7 @@ def _scaled(world: World) -> None:
 def _scheduled(world: World) -> None:
     model, optimizer = world.wrap(*make())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for x, y in _passes(world):
+    for x, y in _micro_batches(world):
         world.backward(F.mse_loss(model(x), y))
         optimizer.step()
         scheduler.step()
@@ -87,7 +87,7 @@ def _loaded_from_a_schedule(workers: Workers, folder: str) -> float:
     optimizer.load_state_dict(state)
     assert "initial_lr" in optimizer.param_groups[0]
     world.wrap(model, optimizer)
-    for x, y in _passes(world):
+    for x, y in _micro_batches(world):
         world.backward(F.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
@@ -214,11 +214,11 @@ def _forked(workers: Workers) -> list[str]:
         with os.fdopen(ours) as pipe:
             said.append(pipe.read())
         os.waitpid(pid, 0)
-    assert world.sum(1) == 2  # the worker itself goes on
+    assert world.sum(1) == 2  # the worker itself continues
     return said
 
 
-def test_a_process_that_a_worker_has_forked_is_told_so_by_every_call(run_ranks: Ranks) -> None:
+def test_a_process_that_a_worker_has_forked_is_refused_by_every_call(run_ranks: Ranks) -> None:
     for rank, said in enumerate(run_ranks(_forked, 2)):
         assert said[0].startswith("world.sum of a number in test_backward.py line ")
         for sentence in said:
@@ -255,7 +255,7 @@ def _frozen_on_one(workers: Workers) -> None:
         optimizer.step()
 
 
-def test_workers_that_train_different_parameters_are_told(run_ranks: Ranks) -> None:
+def test_workers_that_train_different_parameters_are_refused(run_ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 is at: .* over 4 parameters .*, but rank 1 is at: .* over 2 "):
         run_ranks(_frozen_on_one, 2)
 
@@ -278,7 +278,7 @@ def _wait_in_vain() -> None:
     raise RuntimeError("[gloo] Timed out waiting 8000ms for recv operation to complete")
 
 
-def test_workers_that_wait_in_vain_say_in_what_and_that_batch_norm_may_be_why(run_ranks: Ranks) -> None:
+def test_workers_whose_wait_times_out_say_in_what_and_that_batch_norm_may_be_why(run_ranks: Ranks) -> None:
     remark = " If nothing else has failed: a batch norm that only some workers run waits like this"
     for rank, said in enumerate(run_ranks(_stuck, 2)):
         for sentence, what in zip(said, ("a batch norm", "world.sum"), strict=True):
@@ -336,7 +336,7 @@ def test_each_loss_of_a_batch_is_a_mean_over_what_it_counts(run_ranks: Ranks, mo
             assert all(torch.allclose(found[name], expected[name], rtol=1e-11, atol=1e-13) for name in expected)
 
 
-def _losses_of_passes(workers: Workers, same: bool) -> Weights:
+def _losses_of_micro_batches(workers: Workers, same: bool) -> Weights:
     world = world_of(workers)
     model, optimizer = world.wrap(*_two())
     for x, y in world.loader(DataLoader(data(40), batch_size=20), accumulate=2):
@@ -348,17 +348,17 @@ def _losses_of_passes(workers: Workers, same: bool) -> Weights:
     return weights(model)
 
 
-def test_losses_of_several_passes_are_means_over_all_of_them_or_refused(run_ranks: Ranks) -> None:
+def test_losses_of_several_micro_batches_are_means_over_all_of_them_or_refused(run_ranks: Ranks) -> None:
     model, optimizer = _two()
     for x, y in DataLoader(data(40), batch_size=20):
         (3 * model.losses(x, y)[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
     expected = weights(model)
-    for found in run_ranks(_losses_of_passes, 2, True):
+    for found in run_ranks(_losses_of_micro_batches, 2, True):
         assert all(torch.allclose(found[name], expected[name], rtol=1e-11, atol=1e-13) for name in expected)
     with pytest.raises(RankFailedError, match=r"counts that differ between the micro-batches.*one count="):
-        run_ranks(_losses_of_passes, 2, False)
+        run_ranks(_losses_of_micro_batches, 2, False)
 
 
 def _closure_losses(workers: Workers, is_rare: bool) -> Weights:
@@ -432,6 +432,6 @@ def _average_beside(workers: Workers) -> list[float]:
     return [float(p.detach().sum()) for p in average.parameters()]
 
 
-def test_an_average_may_follow_between_the_passes_of_a_step(run_ranks: Ranks) -> None:
+def test_an_average_may_follow_between_the_micro_batches_of_a_step(run_ranks: Ranks) -> None:
     one, two = run_ranks(_average_beside, 2)
     assert one == two

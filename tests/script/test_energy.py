@@ -15,8 +15,8 @@ from stormo.distributed.world import World as Workers
 from stormo.energy import read_bill
 from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
-from stormo.launch.failure_reporter import NoReporter
-from stormo.script.energy import Starts, add_up
+from stormo.launch.failure_reporter import FailureReporter
+from stormo.script.energy import StartRecorder, add_up
 from tests import programs
 from tests.script.loops import Ranks, world_of
 
@@ -55,8 +55,8 @@ def traces(tmp_path: Path) -> str:
     return str(tmp_path / "trace-{node_id}.jsonl")
 
 
-@pytest.mark.parametrize(("num_workers", "num_nodes"), [(1, 1), (2, 1), (2, 2)])
-def test_the_script_asks_for_it_and_is_told_at_the_end(
+@pytest.mark.parametrize(("num_workers", "num_nodes"), [(1, 1), (2, 2)])
+def test_the_script_asks_for_it_and_it_is_printed_at_the_end(
     tmp_path: Path, traces: str, num_workers: int, num_nodes: int
 ) -> None:
     script = tmp_path / "script.py"
@@ -93,7 +93,7 @@ for number, x in enumerate(loader, 1):
     optimizer.step()
     optimizer.zero_grad()
     time.sleep(0.05)
-    if number == 3 or sys.argv[1] == "goes on":
+    if number == 3 or sys.argv[1] == "resumed":
         world.save("checkpoints")
     if sys.argv[1] == "killed" and number == 6:
         time.sleep(2)  # a line of its file has told of these steps
@@ -101,8 +101,8 @@ for number, x in enumerate(loader, 1):
 """
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_all_starts_of_a_script_are_one_bill(tmp_path: Path, traces: str, num_nodes: int) -> None:
+def test_all_starts_of_a_script_are_one_bill(tmp_path: Path, traces: str) -> None:
+    num_nodes = 2
     script = tmp_path / "script.py"
     script.write_text(STARTED_AGAIN)
 
@@ -112,8 +112,8 @@ def test_all_starts_of_a_script_are_one_bill(tmp_path: Path, traces: str, num_no
     assert "Energy" not in start("killed")
     first = read_bill(tmp_path / "checkpoints")
     assert [attempt.is_ended for attempt in first.attempts] == [False]
-    words = start("goes on")
-    own, over_all = [line for line in words.splitlines() if "starts" in line or "Energy" in line]
+    output = start("resumed")
+    own, over_all = [line for line in output.splitlines() if "starts" in line or "Energy" in line]
     second = read_bill(tmp_path / "checkpoints")
     assert [(one.resumed_at_step, one.num_nodes, len(one.node_ids)) for one in second.attempts] == [
         (None, num_nodes, num_nodes),
@@ -132,16 +132,16 @@ def test_all_starts_of_a_script_are_one_bill(tmp_path: Path, traces: str, num_no
     assert re.fullmatch(form + r"be done again\.", over_all), over_all
 
 
-def test_a_start_is_counted_where_it_goes_on_from(tmp_path: Path) -> None:
+def test_a_start_is_counted_where_it_resumes_from(tmp_path: Path) -> None:
     attached: list[tuple[Path, int | None]] = []
-    keeper = NoNodeRecorder()
-    keeper.attach = lambda path, resumed, step: attached.append((path, resumed))  # type: ignore[method-assign]
+    recorder = NoNodeRecorder()
+    recorder.attach = lambda path, resumed, step: attached.append((path, resumed))  # type: ignore[method-assign]
     best, last, other = (tmp_path / name for name in ("best", "last", "other"))
     for folder in (best, last, other):
         folder.mkdir()
 
     def start(loads: Path | None, *saves: Path) -> None:
-        starts = Starts(keeper, 3)
+        starts = StartRecorder(recorder, 3)
         if loads is not None:
             starts.loaded(loads, 7)
         for folder in saves:
@@ -174,13 +174,13 @@ def _ask(workers: Workers, traces: str) -> tuple[Any, str]:
     world = world_of(workers)
     with pytest.raises(SettingError, match="measures nothing") as refused:
         world.energy()
-    world._set_up(workers, NoReporter(), energy=True)
+    world._set_up(workers, FailureReporter(), energy=True)
     found = world.energy()
     del os.environ["STORMO_ENERGY_TRACE"]
     return (found.joules, found.seconds, found.num_nodes, found.reasons), str(refused.value)
 
 
-def test_all_workers_are_told_the_same(run_ranks: Ranks, traces: str) -> None:
+def test_all_workers_get_the_same(run_ranks: Ranks, traces: str) -> None:
     (first, sentence), (second, _) = run_ranks(_ask, 2, traces)
     assert first == second
     assert first[0] > 0
@@ -200,11 +200,10 @@ def test_nodes_are_added_up_and_one_device_counts_once() -> None:
         "cpu is one device that nodes 0, 1 have read: it is counted once, at node 1",
         "node 0: why",
         "node 1: why",
-        "node 2 has not told what it drew",
+        "node 2 did not report its energy",
     )
     assert str(total) == (
-        "Energy: 191 J ± 4 J = 0.0531 Wh (GPUs 150 J, CPUs 41 J) in 10 s, on 2 of 3 nodes: the others have not told "
-        "what they drew."
+        "Energy: 191 J ± 4 J = 0.0531 Wh (GPUs 150 J, CPUs 41 J) in 10 s, on 2 of 3 nodes: the others did not report."
     )
     apart = add_up([reading("0", "m", gpu), reading("1", "n", gpu)], ["0", "1"])
     assert apart.joules == 200.0

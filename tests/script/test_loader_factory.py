@@ -80,7 +80,7 @@ def _too_small(world: World, model: Any) -> None:
 
 
 def _too_small_and_last(world: World, model: Any) -> None:
-    """The worker without a sample goes on to something else."""
+    """The worker without a sample continues with something else."""
     for x, y in world.loader(DataLoader(data(), batch_sampler=[[0, 1]])):
         world.backward(F.mse_loss(model(x), y))
     world.sum(1)
@@ -199,6 +199,24 @@ def test_a_stream_that_starts_otherwise_on_one_worker_is_found(run_ranks: Ranks)
     assert run_ranks(_started, 2) == [[False, False, True, True, False]] * 2
 
 
+def _start_again(workers: Workers) -> list[str]:
+    def fail() -> Any:
+        raise OSError("the stream is gone")
+
+    said = []
+    for batch, read_again in ((torch.arange(6.0) + workers.rank, fail), (torch.arange(6.0), fail), (None, fail)):
+        try:
+            require_same_start(workers, batch, read_again)
+            said.append("")
+        except OSError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_error_of_the_second_reading_reaches_the_user(run_ranks: Ranks) -> None:
+    assert run_ranks(_start_again, 2) == [["the stream is gone", "", ""]] * 2
+
+
 def test_other_samples_on_one_worker_are_found_and_what_a_data_set_draws_is_not_taken_for_them(
     run_ranks: Ranks,
 ) -> None:
@@ -214,7 +232,7 @@ def test_other_samples_on_one_worker_are_found_and_what_a_data_set_draws_is_not_
     assert first[-2][0] == (
         "a data set was passed to world.loader() whose sample 0 is another one on rank 1 than on rank 0, but each "
         "worker takes its share of one and the same data; let it not depend on the worker (sort the files it lists), "
-        "or say sharded=True if every worker has a part of its own."
+        "or say sharded=True if every worker has its own part."
     )
     assert [num_reads for _, num_reads in first] == [3, 3, 3, 6, 3, 1, 6, 6, 6, 0]
 
@@ -241,7 +259,7 @@ def test_a_loader_that_changes_its_batches_is_refused_where_the_data_set_is_read
     None
 ):
     world = world_of(Workers(alone(), torch.device("cpu")))
-    with pytest.raises(SettingError, match=r"^world.loader\(\) was given a Doubled, a DataLoader with an __iter__"):
+    with pytest.raises(SettingError, match=r"^world.loader\(\) was given a Doubled, a DataLoader with its own"):
         world.loader(Doubled(data(), batch_size=8))
     (batch,) = world.loader(Doubled(data(4), batch_size=4), sharded=True)
     assert torch.equal(batch[0], 2 * data(4).tensors[0])
@@ -292,7 +310,7 @@ def _grown(workers: Workers, folder: str, save_at: tuple[int, int] | None) -> li
 
 
 @pytest.mark.parametrize("save_at", [(1, 2), (1, 0)])
-def test_a_data_set_that_grows_is_read_whole_in_every_epoch_and_gone_on_with(
+def test_a_data_set_that_grows_is_read_whole_in_every_epoch_and_resumed(
     run_ranks: Ranks, tmp_path: Path, save_at: tuple[int, int]
 ) -> None:
     whole = run_ranks(_grown, 2, str(tmp_path / "whole"), None)

@@ -1,4 +1,4 @@
-"""A loader's place in its data: a load goes on behind it whatever the batches and workers are, and loses nothing."""
+"""A loader's position in its data: a load resumes behind it whatever the batches and workers are, and loses nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
@@ -80,7 +88,7 @@ def _every(kind: str, size: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    [  # workers, batch size of each, passes
+    [  # workers, batch size of each, micro-batches
         ("set", (2, 4, 1), (3, 4, 1)),
         ("set", (2, 3, 2), (2, 5, 1)),
         ("loader", (2, 8, 1), (3, 12, 2)),
@@ -90,7 +98,7 @@ def _every(kind: str, size: int) -> list[float]:
         ("sharded", (2, 2, 2), (2, 4, 3)),
     ],
 )
-def test_other_workers_batches_and_passes_go_on_with_every_sample_that_is_left(
+def test_other_workers_and_batches_resume_with_every_sample_that_is_left(
     run_ranks: Ranks, tmp_path: Path, kind: str, before: tuple[int, int, int], after: tuple[int, int, int]
 ) -> None:
     first = run_ranks(_train, before[0], str(tmp_path), kind, *before[1:], 2)
@@ -135,7 +143,7 @@ def _load_refused(workers: Workers, folder: str) -> str:
 def test_other_streams_than_before_are_refused(run_ranks: Ranks, tmp_path: Path) -> None:
     run_ranks(_train, 2, str(tmp_path), "sharded", 4, 1, 2)
     for sentence in run_ranks(_load_refused, 3, str(tmp_path)):
-        assert sentence.startswith("a checkpoint was loaded whose loader 1 was inside 2 streams, but here it")
+        assert sentence.startswith("a checkpoint was loaded whose loader 1 was in 2 streams, but here it")
         assert "; start 2 workers, or " in sentence
 
 
@@ -317,3 +325,27 @@ def test_loops_that_are_broken_off_draw_as_torch_does(kind: str, num_workers: in
         return found
 
     assert seen(lambda own: _alone().loader(own)) == seen(lambda own: own)
+
+
+class _Batches(BatchSampler):
+    """A user's own class, which changes nothing."""
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 4])
+def test_batches_after_a_break_are_those_of_torch(num_batches: int) -> None:
+    def first_batches(world: World | None) -> list[list[float]]:
+        sampler = RandomSampler(_numbers(8), generator=torch.Generator().manual_seed(1))
+        own = DataLoader(_numbers(8), batch_sampler=_Batches(sampler, 2, drop_last=False))
+        loader: Any = own if world is None else world.loader(own)
+        given = []
+        for _ in range(4):
+            for number, (batch,) in enumerate(loader, 1):
+                given.append(batch.flatten().tolist())
+                if number == num_batches:
+                    break
+        return given
+
+    torch.manual_seed(0)
+    expected = first_batches(None)
+    torch.manual_seed(0)
+    assert first_batches(_alone()) == expected

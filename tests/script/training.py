@@ -1,4 +1,4 @@
-"""A script of a user: trains, saves, goes on, and misbehaves as its flags say. Prints the digest of its weights."""
+"""A script of a user: trains, saves, resumes, and misbehaves as its flags say. Prints the digest of its weights."""
 
 import argparse
 import hashlib
@@ -25,7 +25,7 @@ parser.add_argument("--fail-rank", type=int, default=-1)
 parser.add_argument("--how", default="raise")
 parser.add_argument("--looks", action="store_true", help="at stop_requested")
 parser.add_argument("--slow", type=float, default=0.0)
-parser.add_argument("--alone", type=float, default=0.0, help="seconds that the last worker goes on after the others")
+parser.add_argument("--alone", type=float, default=0.0, help="seconds that the last worker runs longer than the others")
 flags = parser.parse_args()
 
 torch.manual_seed(0)

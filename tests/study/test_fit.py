@@ -38,7 +38,7 @@ def test_strong_times_alone_cannot_tell_communication_from_serial_work() -> None
     found = fitted("strong", [1, 2, 4, 8], serial=0.05, communication_s=0.02)
     assert found.communication_s is None
     assert found.serial_share.value == pytest.approx(0.05 + 0.02 / 0.2)  # both together
-    assert "taken together" in found.note
+    assert "counted together" in found.note
     for workers in (2, 32):  # and the curve is the truth all the same
         ideal = step_s("strong", 1, 0.2, 0.05, 0.02) / workers
         assert found.efficiency(workers, 1).value == pytest.approx(ideal / step_s("strong", workers, 0.2, 0.05, 0.02))

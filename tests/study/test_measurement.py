@@ -10,10 +10,10 @@ import pytest
 
 from stormo.errors import SettingError, StormoError
 from stormo.study.measurement import CsvTable, measure_run, measured_s, read_csv
-from stormo.study.settings import Run
+from stormo.study.study import Run
 from tests.study.made_up import write_run
 
-CELL = Run(mode="strong", workers=2)
+RUN = Run(mode="strong", workers=2)
 
 
 def steps(folder: Path, *records: dict[str, Any]) -> Path:
@@ -31,7 +31,7 @@ def test_epochs_after_the_first_are_measured(tmp_path: Path) -> None:
         {"rank": 1, "input_wait_s": 0.3, "exposed_s": 0.75},
     ]
     write_run(tmp_path / "run", 100.0, energy_j=500.0, workers=workers)
-    found = measure_run(tmp_path / "run", CELL)
+    found = measure_run(tmp_path / "run", RUN)
     assert (found.samples_per_s, found.units_per_s, found.unit) == pytest.approx((100.0, 200.0, "tokens"))
     assert found.j_per_sample == pytest.approx(0.5)
     assert found.input_s == pytest.approx(2 * 0.4 / 2000)
@@ -45,7 +45,7 @@ def test_keys_that_are_absent_or_null_are_not_measured(tmp_path: Path) -> None:
     write_run(tmp_path / "null", 100.0, energy_j=None, workers=[{"rank": 0, "input_wait_s": 0.1, "exposed_s": None}])
     summary = {"energy_reasons": ["RAPL: permission denied"], "time_to_target_s": 12.5, "energy_to_target_j": None}
     (tmp_path / "null" / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    absent, null = measure_run(tmp_path / "absent", CELL), measure_run(tmp_path / "null", CELL)
+    absent, null = measure_run(tmp_path / "absent", RUN), measure_run(tmp_path / "null", RUN)
     assert (absent.j_per_sample, absent.energy_reason) == (None, "the runs recorded none")
     assert (absent.input_s, absent.exposed_min_s) == (None, None)
     assert (null.j_per_sample, null.energy_reason) == (None, "RAPL: permission denied")
@@ -61,10 +61,10 @@ def test_epochs_too_short_for_the_counters_are_taken_together(tmp_path: Path) ->
     for epoch, energy_j in zip(epochs, [None, 5000.0, None, None, 900.0, None], strict=True):
         epoch["energy_j"] = energy_j
     path.write_text("".join(f"{json.dumps(event)}\n" for event in [started, *epochs]))
-    assert measure_run(tmp_path / "run", CELL).j_per_sample == pytest.approx(900.0 / 3000)
+    assert measure_run(tmp_path / "run", RUN).j_per_sample == pytest.approx(900.0 / 3000)
     path.write_text("".join(f"{json.dumps(event)}\n" for event in [started, *epochs[:4]]))
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"energy_j": 6000.0, "energy_reasons": ["a note"]}))
-    found = measure_run(tmp_path / "run", CELL)
+    found = measure_run(tmp_path / "run", RUN)
     assert (found.j_per_sample, found.energy_reason) == (
         None,
         "the epochs are too short for the counters: set more --epochs",
@@ -80,7 +80,7 @@ def test_a_run_that_was_ended_early_is_measured_by_its_steps(tmp_path: Path) -> 
         {"samples_seen": 60, "train_time_s": 10.0, "power_w": 70.0},
     )
     assert measured_s(folder) == pytest.approx(4.0)
-    found = measure_run(folder, CELL)
+    found = measure_run(folder, RUN)
     assert found.samples_per_s == pytest.approx(10.0)
     assert found.j_per_sample == pytest.approx(6.0)  # 60 W at 10 samples a second
     assert found.input_s == pytest.approx(0.1 / 10)
@@ -94,14 +94,14 @@ def test_steps_after_a_first_epoch_are_measured_from_its_end(tmp_path: Path) -> 
     write_run(tmp_path / "run", 100.0, num_epochs=1)  # 1000 samples in 50 s
     folder = steps(tmp_path / "run", {"step": 40, "samples_seen": 1300, "train_time_s": 53.0})
     assert measured_s(folder) == pytest.approx(3.0)
-    assert measure_run(folder, CELL).samples_per_s == pytest.approx(100.0)
+    assert measure_run(folder, RUN).samples_per_s == pytest.approx(100.0)
 
 
 def test_nothing_beyond_the_warm_up_is_an_error(tmp_path: Path) -> None:
     folder = steps(tmp_path / "run", {"samples_seen": 10, "train_time_s": 1.0})
     assert measured_s(folder) == 0.0
     with pytest.raises(StormoError, match="before anything was measured"):
-        measure_run(folder, CELL)
+        measure_run(folder, RUN)
     assert measured_s(tmp_path / "none yet") == 0.0
 
 
@@ -117,7 +117,7 @@ def test_a_first_epoch_that_ends_late_does_not_shorten_what_was_measured(tmp_pat
         )
     steps(folder, {"step": 4, "samples_seen": 460, "train_time_s": 23.0})
     assert measured_s(folder) == pytest.approx(18.0)
-    assert measure_run(folder, CELL).samples_per_s == pytest.approx(20.0)
+    assert measure_run(folder, RUN).samples_per_s == pytest.approx(20.0)
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "t4_scaling.csv"
@@ -160,7 +160,7 @@ def test_a_row_without_power_has_no_energy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("table", "message"),
     [
         ("workers,units_per_s\n1,10\ntwo,20\n", "line 3 has workers = 'two'"),
         ("workers,units_per_s\n0,10\n", "line 2 has workers = '0'"),
@@ -184,12 +184,12 @@ def test_a_row_without_power_has_no_energy(tmp_path: Path) -> None:
         ("workers,units_per_s,energy_j\n1,10,5\n", "energy_j without time_s"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_malformed_tables_are_refused(tmp_path: Path, table: str, message: str) -> None:
     with pytest.raises(SettingError) as raised:
-        read(tmp_path, text)
-    assert said in str(raised.value)
+        read(tmp_path, table)
+    assert message in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="cannot be read"):
         read_csv(tmp_path / "none.csv", "strong")

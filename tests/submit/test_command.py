@@ -171,7 +171,7 @@ def test_every_setting_that_is_given_is_told_to_the_training_and_nothing_else(
         (["--global-batch-size", "0"], "a global batch of 0 was set"),
         (["--apptainer", "no.sif"], "--apptainer no.sif was set, but there is no such file"),
         (["--bind", "/data"], "--bind /data was set, but there is no image that could see it"),
-        (["--sbatch", "--nodes=3"], "--nodes is said by --num-nodes"),
+        (["--sbatch", "--nodes=3"], "--nodes is set by --num-nodes"),
         (["--setup-file", "bin"], "--setup-file bin was set, but it cannot be read (Is a directory); name a file of"),
         (["--setup-file", sys.executable], "was set, but it cannot be read (it is no text in UTF-8); name a file of"),
         (["--log", "bin"], "--log bin was set, but that is a folder; name a file in it"),
@@ -202,7 +202,7 @@ def test_settings_are_checked_also_where_nothing_is_known_of_the_data(
     assert main([verb, task, "--device", "cpu", "--num-gpus", "2", "--batch-size", "-1"]) == 2
     assert capsys.readouterr().err.startswith("stormo: --batch-size -1 was set, but it must be at least 1; ")
     assert main([verb, task, "--device", "cpu", "--num-gpus", "2", "--strategy", "local", "--servers", "2"]) == 2
-    assert capsys.readouterr().err.startswith("stormo: --servers 2 was set with strategy local, but ")
+    assert capsys.readouterr().err.startswith("stormo: --servers 2 was set, but it needs --strategy server; ")
     assert slurm.called() == []
 
 

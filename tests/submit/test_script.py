@@ -29,14 +29,14 @@ PLAIN = Job(
     folder=Path("/home/ada/work"),
     runs_folder=Path("/home/ada/work/runs"),
     python="/home/ada/venv/bin/python",
-    words=("my_task.py", "--num-gpus", "8", "--num-nodes", "4", "--epochs", "90"),
+    arguments=("my_task.py", "--num-gpus", "8", "--num-nodes", "4", "--epochs", "90"),
 )
 JOBS = {
     "plain": PLAIN,
     "full": replace(
         PLAIN,
         least_nodes=1,
-        words=("my_task.py", "--num-gpus", "8"),
+        arguments=("my_task.py", "--num-gpus", "8"),
         slurm=Slurm(
             time="1-00",
             partition="gpu,long",
@@ -248,7 +248,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(node: Node) -> None:
 def test_every_word_reaches_the_training_as_it_was_typed(node: Node) -> None:
     odd = ["--task.a", 'it\'s "quoted" $HOME `x` \\n', "--task.b=-1", "--task.c", "ß 5 %\nsecond line", "--no-compile"]
     node.fake("srun", DONE)
-    assert node.start(node.job(words=("my task.py", *odd))).wait(60.0) == 0
+    assert node.start(node.job(arguments=("my task.py", *odd))).wait(60.0) == 0
     text = node.calls.read_text()
     seen = (
         subprocess.run(["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, check=True)
@@ -275,7 +275,9 @@ def test_an_image_gets_the_command_and_sees_the_folders(node: Node) -> None:
     node.fake("srun", 'exec "$@"')
     node.fake("apptainer", DONE.replace("runs/demo", "out/runs/demo"))
     (node.folder / "out").mkdir()
-    job = node.job(slurm=JOBS["apptainer"].slurm, runs_folder=node.folder / "out" / "runs", words=("fashion-mnist",))
+    job = node.job(
+        slurm=JOBS["apptainer"].slurm, runs_folder=node.folder / "out" / "runs", arguments=("fashion-mnist",)
+    )
     assert node.start(job).wait(60.0) == 0
     folder = str(node.folder)
     assert node.called()[1] == [

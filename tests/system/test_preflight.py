@@ -66,7 +66,7 @@ def test_hosts_that_never_come_or_cannot_reach_each_other_are_named_before_anyth
         assert job.out == ""
     assert not (train.folder / RUN_NAME).exists()
     assert lonely.first_line.startswith(
-        "stormo: the job has 3 nodes, but nodes 1, 2 have not come to 10.98.0.1:29501 within 10 s; start there: stormo"
+        "stormo: the job has 3 nodes, but nodes 1, 2 have not joined at 10.98.0.1:29501 within 10 s; start there: "
     )
     nothing_is_left(three)
 

@@ -12,7 +12,7 @@ import pytest
 
 from stormo.report import command, watch
 from stormo.telemetry.folder import RunFolder
-from tests.report.made_run import MadeRun, append, made_pass
+from tests.report.made_run import MadeRun, append, schedule_trace
 from tests.report.test_command import PANELS
 from tests.system.browser import Browser, Page
 from tests.system.conftest import Need
@@ -40,7 +40,10 @@ def browser(need: Need, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Br
 
 def test_the_report_shows_every_panel_without_a_complaint(browser: Browser, tmp_path: Path) -> None:
     MadeRun(
-        name=HOSTILE, notice=HOSTILE, resumed_after_epoch=2, pipeline=made_pass("1f1b", num_workers=2, micro_batches=2)
+        name=HOSTILE,
+        notice=HOSTILE,
+        resumed_after_epoch=2,
+        pipeline=schedule_trace("1f1b", num_workers=2, micro_batches=2),
     ).write(tmp_path)
     MadeRun(name="other", num_workers=16, base_lr=0.1).write(tmp_path)
     command.main([HOSTILE, "other", "--runs-folder", str(tmp_path)])

@@ -69,7 +69,7 @@ def test_hosts_that_never_meet_say_so_when_the_time_is_up(hosts: Hosts, train: T
     )
     assert [job.wait(20.0) for job in jobs] == [1, 1]
     assert jobs[0].first_line.startswith(
-        "stormo: the job has 2 nodes, but node 1 has not come to 10.99.0.1:29500 within 2 s; start there: stormo train "
+        "stormo: the job has 2 nodes, but node 1 has not joined at 10.99.0.1:29500 within 2 s; start there: "
     )
     assert "--node-id 1" in jobs[0].first_line
     assert "tried to reach node 0 at 10.99.0.77:29500 for 2 s, but without success" in jobs[1].first_line
@@ -85,7 +85,7 @@ def test_hosts_that_do_not_fit_together_are_all_told_why(hosts: Hosts, train: Tr
     assert [job.wait(20.0) for job in jobs] == [2, 2, 2]
     first, second, third = (job.first_line for job in jobs)
     assert first == second == third
-    pattern = r"stormo: Host n[12] was started with --node-id 1, but host n[12] has already come as node 1; give every"
+    pattern = r"stormo: Host n[12] was started with --node-id 1, but host n[12] has already joined as node 1; give"
     assert re.match(pattern, first), first
 
 
@@ -107,4 +107,4 @@ def test_a_node_0_that_cannot_listen_says_what_to_set(hosts: Hosts, train: Train
     )
     waiting.process.terminate()
     assert waiting.wait(20.0) == 75
-    assert waiting.err == "stormo: stopped by SIGTERM before all nodes had come.\n"
+    assert waiting.err == "stormo: stopped by SIGTERM before all nodes had joined.\n"

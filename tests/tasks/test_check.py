@@ -12,7 +12,7 @@ from torch import nn
 
 from stormo.config import options
 from stormo.errors import SettingError
-from stormo.tasks.check import add_method_note, check_init, check_options, check_task, looks_like_task
+from stormo.tasks.check import check_init, check_options, check_task
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 
@@ -84,31 +84,6 @@ def test_all_missing_methods_are_named_at_once() -> None:
         "loss(); write def model(self) and def train_data(self) and def validation_data(self) and "
         "def loss(self, model, batch)."
     )
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("get_model", "model"),
-        ("training_data", "train_data"),
-        ("train_dataloader", "train_data"),
-        ("val_data", "validation_data"),
-        ("validate_data", "validation_data"),
-        ("compute_loss", "loss"),
-        ("Loss", "loss"),
-    ],
-)
-def test_a_misspelt_method_is_pointed_at(written: str, meant: str) -> None:
-    methods = {name: getattr(Good, name) for name in ("model", "train_data", "validation_data", "loss")}
-    methods[written] = methods.pop(meant)
-    task_class = type("Net", (Task,), methods)
-    assert f"it has no {meant}(); write def {meant}(self" in answer(task_class)
-    assert answer(task_class).endswith(f" ({written}() looks like it: rename it).")
-
-
-def test_an_unrelated_method_is_not_pointed_at() -> None:
-    task_class = type("Net", (Task,), {"forward": print, "read_csv": print})
-    assert "looks like it" not in answer(task_class)
 
 
 @pytest.mark.parametrize(
@@ -200,31 +175,3 @@ def test_an_init_that_leaves_out_that_of_task_is_refused() -> None:
     check_init(Good(None))
     with pytest.raises(SettingError, match=r"begin it with super\(\).__init__\(options\)"):
         check_init(changed(__init__=lambda self, options: None)(None))
-
-
-def test_a_class_looks_like_a_task_by_two_of_its_methods() -> None:
-    assert looks_like_task(Good)
-    assert not looks_like_task(nn.Linear)
-
-
-class Raising(Good):
-    def loss(self, model: Any, batch: Any) -> Any:
-        return self.divide(batch)
-
-    def divide(self, batch: Any) -> Any:
-        return 1 / batch
-
-
-def test_an_error_of_the_users_own_ends_with_the_method_it_came_from() -> None:
-    task = Raising(None)
-    with pytest.raises(ZeroDivisionError) as caught:
-        task.loss(None, 0)
-    add_method_note(caught.value, task)
-    line = Raising.loss.__code__.co_firstlineno + 1
-    assert caught.value.__notes__ == [f"stormo: it was raised in Raising.loss(), test_check.py, line {line}."]
-
-
-def test_an_error_from_elsewhere_is_left_alone() -> None:
-    error = ValueError("not of the task")
-    add_method_note(error, Raising(None))
-    assert not hasattr(error, "__notes__")

@@ -175,16 +175,11 @@ def test_an_error_made_for_users_stays_as_it_is(tmp_path: Path) -> None:
     assert _told(_file(tmp_path / "found_setting.py", text)) == ["it was set, but it cannot be; leave it out."]
 
 
-def test_a_class_with_the_methods_of_a_task_is_told_to_be_one(tmp_path: Path) -> None:
-    path = _file(tmp_path / "found_plain.py", "class Net:\n    def model(self): ...\n    def loss(self): ...\n")
-    assert _told(path) == [
-        f"the task {path} was named, but its class Net has the methods of a task and is no subclass of stormo.Task; "
-        "write class Net(stormo.Task)."
-    ]
-
-
-def test_a_script_with_a_loop_of_its_own_is_not_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "start", ["import stormo\nworld = stormo.World()", "from stormo import World\nworld = World()"]
+)
+def test_a_script_with_its_own_training_loop_is_not_run(tmp_path: Path, start: str) -> None:
     script = tmp_path / "loop.py"
-    script.write_text("import stormo\nworld = stormo.World()\nraise SystemExit('it ran')\n", encoding="utf-8")
+    script.write_text(f"{start}\nraise SystemExit('it ran')\n", encoding="utf-8")
     with pytest.raises(SettingError, match=r"uses stormo.World and holds no stormo.Task; run it by stormo run .*"):
         find_task(str(script))

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from stormo.tasks.gpt import Gpt
-from stormo.tasks.gpt_sizes import SIZES, Size
+from stormo.tasks.language_model import SIZES, Size
 
 SMALL = Size(num_layers=2, width=32, num_heads=4, block=16)
 
@@ -21,7 +21,7 @@ def _model(dropout: float = 0.0) -> Gpt:
     return Gpt(SMALL, block=SMALL.block, vocabulary=256, dropout=dropout)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["tiny", "small", "125m"])
 def test_the_number_of_parameters_is_what_the_table_says(name: str) -> None:
     size = SIZES[name]
     with torch.device("meta"):

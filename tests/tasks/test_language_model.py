@@ -206,7 +206,7 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> Non
     other = _write_folder(tmp_path / "other")
     refused = _start(tmp_path / "killed", "--resume", "one", "--task.data-folder", str(other)).wait()
     assert refused.returncode == 2
-    assert f"trained on data of SHA-256 {read_corpus().sha256} was to go on, but the data here" in refused.stderr
+    assert f"trained on data of SHA-256 {read_corpus().sha256} was to resume, but the data here" in refused.stderr
     _run(tmp_path / "killed", "--resume", "one")  # every other setting comes from the run
     result = summary(run)
     assert result["num_resumes"] == 1

@@ -66,7 +66,7 @@ def test_a_byte_that_changes_sides_changes_the_digest() -> None:
     assert corpus(b"ab", b"c") != corpus(b"a", b"bc")
 
 
-def test_a_folder_of_ones_own_gives_its_py_and_txt_files_and_those_below(tmp_path: Path) -> None:
+def test_a_given_folder_gives_its_py_and_txt_files_and_those_below(tmp_path: Path) -> None:
     train, validation = _names(False, 1)[0], _names(True, 1)[0]
     nested = next(f"tests/{n}.py" for n in range(1000) if not is_validation(f"tests/{n}.py"))
     files = {train: b"a", validation: b"b", nested: b"c", "notes.md": b"x", "__pycache__/x.py": b"x"}

@@ -81,7 +81,10 @@ def test_whatever_gives_samples_is_a_data_set(data: Any) -> None:
             "Net.train_data() returned an Endless, but a data set has __len__ and __getitem__; ",
         ),
         (Endless, "Net.train_data() returned the class Endless, but a data set has __len__ and __getitem__"),
-        (iter([1]), "Net.train_data() returned a list_iterator, which can be read once, but every epoch reads it anew"),
+        (
+            iter([1]),
+            "Net.train_data() returned a list_iterator, which can be read once, but every epoch",
+        ),
         ([], "Net.train_data() returned a data set without samples, but an epoch takes at least one; "),
     ],
 )

@@ -267,8 +267,8 @@ def test_every_figure_of_the_live_line_fits_at_80_columns() -> None:
     assert live.split("  ")[1:] == [" 57 %", "134/235", "205 img/s", "loss 1.2345", "ETA 16:50", "wait 50 %"]
 
 
-@pytest.mark.parametrize(("epochs", "steps_per_epoch"), [(2, 30), (40, 235), (1000, 100_000)])
-@pytest.mark.parametrize("columns", [40, 60, 80, 100, 200])
+@pytest.mark.parametrize(("epochs", "steps_per_epoch"), [(2, 30), (1000, 100_000)])
+@pytest.mark.parametrize("columns", [40, 80, 200])
 def test_no_line_on_the_terminal_is_ever_wider_than_the_terminal(
     columns: int, epochs: int, steps_per_epoch: int
 ) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo.errors import StormoError
@@ -133,10 +133,12 @@ def test_a_loss_that_is_not_finite_is_written_as_null(tmp_path: Path, loss: floa
     assert read_summary(run) == {"validation_loss": None}
 
 
+@settings(max_examples=30)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
         lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
     )
 )
 def test_to_json_makes_strict_json_of_any_nested_value_and_keeps_finite_floats_exactly(value: object) -> None:
@@ -150,7 +152,8 @@ def test_a_file_cut_at_any_byte_loses_only_the_cut_line_and_is_repaired_before_t
     run = write_all(tmp_path / "heron", step_done(1), step_done(2))
     whole = run.events.read_bytes()
     first_line_length = whole.index(b"\n") + 1
-    for length in range(len(whole) + 1):
+    near_ends = [end + offset for end in (first_line_length, len(whole)) for offset in (-2, -1, 0)]
+    for length in sorted({*range(0, len(whole), 5), first_line_length + 1, *near_ends}):
         run.events.write_bytes(whole[:length])
         # A line that lacks only its line end is complete.
         num_complete = (length >= first_line_length - 1) + (length >= len(whole) - 1)

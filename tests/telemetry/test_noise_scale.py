@@ -37,7 +37,7 @@ def test_a_run_that_cannot_measure_says_why_in_its_summary_alone(
 ) -> None:
     summary = _run(tmp_path, "--epochs", "1", "--task.num-train", "64")
     assert summary["noise_scale"] is summary["noise_scale_advice"] is None
-    assert summary["noise_scale_reason"].startswith("one worker takes a batch in one pass")
+    assert summary["noise_scale_reason"].startswith("gradients of two batch sizes are compared")
     assert "Gradient noise scale" not in capsys.readouterr().out
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from stormo.commands import show
-from stormo.telemetry.console import epoch_line
+from stormo.telemetry.console import TerminalConsole, epoch_line
 from stormo.telemetry.events import EventFile, speed_of
 from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import EpochDone, RunEnded, RunStarted, StepDone
 from stormo.telemetry.tensorboard import _epoch_scalars, _step_scalars
-from stormo.telemetry.terminal import TerminalConsole
 
 
 def _step(unit: str, mfu: float | None) -> StepDone:
@@ -124,7 +123,7 @@ def test_show_takes_the_unit_of_the_run(tmp_path: Path, capsys: pytest.CaptureFi
     for record in (_started(), _epoch("tokens", 0.4567), _epoch("tokens", 0.4567), RunEnded(summary=summary)):
         sink.write(record)
     sink.close()
-    assert show.show_run(tmp_path, "tern", json=False) == 0
+    assert show.main(["tern", "--runs-folder", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "epoch  train loss  val loss  tokens/s     MFU    time" in text
     assert "2,048  45.7 %  10.0 s" in text
@@ -141,7 +140,7 @@ def test_show_reads_the_events_of_a_run_from_before_there_were_units(
     started = {"event": "run_started", "time_unix_s": 0.0, "task": "fashion-mnist"}
     (folder / "events.jsonl").write_text(f"{json.dumps(started)}\n{json.dumps(epoch)}\n", encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps({"images_per_s": 300.0, "stopped_by": "epochs"}), encoding="utf-8")
-    assert show.show_run(tmp_path, "old", json=False) == 0
+    assert show.main(["old", "--runs-folder", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "  images/s             300\n" in text
     assert "epoch  train loss  images/s  time" in text

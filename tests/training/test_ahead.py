@@ -16,7 +16,7 @@ from stormo.distributed.world import World
 from stormo.telemetry.record import DivergenceNoticed
 from stormo.training.loop import Outcome, train
 from tests.tiny_run import arrays, assert_same_bits, whole_state
-from tests.training.test_divergence import Recovering, put_together
+from tests.training.test_divergence import Recovering, assemble
 from tests.training.test_loop import Run, prepare
 
 Ranks = Callable[..., list[Any]]
@@ -27,7 +27,7 @@ SERVER: dict[str, Any] = {"strategy": "server", "staleness": 12}
 
 
 def _stopped(world: World, flags: dict[str, Any], at_step: int) -> tuple[Outcome, Any, Outcome, Any]:
-    """A run that one worker alone is told to stop, and that then goes on: how both ended, its save and its state."""
+    """A run that one worker alone is asked to stop, and that then continues: how both ended, its save and its state."""
 
     def on_step(run: Run, step: int) -> None:
         if world.rank == world.size - 1 and step == at_step and not run.saves:
@@ -52,7 +52,7 @@ def _stopped(world: World, flags: dict[str, Any], at_step: int) -> tuple[Outcome
         (2, SERVER | {"checkpoint_every": "4", "servers": 2}, 1, 4),
     ],
 )
-def test_a_signal_is_heard_although_no_vote_is_read_in_time(
+def test_a_signal_is_noticed_although_no_vote_is_read_in_time(
     run_ranks: Ranks, size: int, flags: dict[str, Any], at_step: int, heard_at: int
 ) -> None:
     results = run_ranks(_stopped, size, flags, at_step)
@@ -72,9 +72,9 @@ def test_a_signal_is_heard_although_no_vote_is_read_in_time(
 def _rolled_back(world: World, folder: str) -> tuple[Any, ...]:
     flags: dict[str, Any] = {"num_train": 200, "checkpoint_every": "4", "bad_step": 6, "base_lr": 0.1}
     flags |= {"strategy": "server", "staleness": 3, "on_divergence": "rollback", "run_name": "rolled"}
-    parts, training, (journal, _, records) = put_together(world, folder, Recovering, **flags)
+    parts, training, (recorder, _, records) = assemble(world, folder, Recovering, **flags)
     assert train(training) == Outcome("epochs")
-    journal.end("epochs")
+    recorder.end("epochs")
     parts.loader.close()
     noticed = [(one.kind, one.rolled_back_to_step) for one in records if isinstance(one, DivergenceNoticed)]
     threads = [thread.name for thread in threading.enumerate() if "server" in thread.name]
@@ -82,7 +82,7 @@ def _rolled_back(world: World, folder: str) -> tuple[Any, ...]:
     return arrays(parts.strategy.module.named_parameters()), parts.state.progress.step, ages, noticed, threads
 
 
-def test_stale_servers_go_back_to_a_good_checkpoint_and_on(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_stale_servers_roll_back_to_a_good_checkpoint_and_on(run_ranks: Ranks, tmp_path: Path) -> None:
     results = run_ranks(_rolled_back, 2, str(tmp_path))
     for weights, step, _, _, threads in results:
         assert_same_bits(weights, results[0][0])

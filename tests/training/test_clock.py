@@ -1,19 +1,23 @@
-"""The memory that a run is said to have taken, with a stand-in for the allocator of a GPU."""
+"""The peak memory of a run, with a fake allocator of a GPU; and which rank records a node, by which clock."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from stormo.distributed.world import World
-from stormo.energy.node_recorder import NoNodeRecorder
+from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder, steady_unix_s
 from stormo.launch import alone
-from stormo.training.clock import GpuPeak, TrainingClock
+from stormo.training.clock import GpuPeak, TrainingClock, open_node_recorder
 from tests.tiny_run import build
 
 GPU = torch.device("cuda", 1)
+Ranks = Callable[..., list[Any]]
 
 
 class Allocator:
@@ -44,7 +48,7 @@ class Allocator:
 
 
 def captured(monkeypatch: pytest.MonkeyPatch, checked: int) -> Allocator:
-    """10 of weights; a pass of 70, of which 10 are the gradients that stay; other memory that is kept for later."""
+    """10 of weights; a micro-batch of 70, of which 10 are gradients that stay; other memory is kept for later."""
     allocator = Allocator(monkeypatch)
     allocator.hold(checked, checked + 5)
     allocator.add((0, 0), 40, 10)
@@ -65,7 +69,7 @@ def test_what_a_captured_pass_holds_is_counted_beside_what_came_after_it(monkeyp
     assert (peak.used_bytes(), peak.reserved_bytes()) == (47 + 60, 137)
 
 
-def test_passes_before_the_capture_may_have_held_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_before_the_capture_may_have_held_more(monkeypatch: pytest.MonkeyPatch) -> None:
     captured(monkeypatch, checked=500)
     peak = GpuPeak(GPU)
     assert (peak.used_bytes(), peak.reserved_bytes()) == (500, 505)
@@ -77,7 +81,7 @@ def test_an_allocator_without_pools_is_believed(monkeypatch: pytest.MonkeyPatch)
     assert GpuPeak(GPU).used_bytes() == 20
 
 
-def test_a_worker_tells_the_most_of_all_and_without_a_gpu_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reports_the_most_of_all_and_without_a_gpu_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build(World(alone(), torch.device("cpu")), {"num_train": 8, "num_validation": 8}, global_batch_size=4)
     watch = TrainingClock(parts.world, parts.loader, parts.state.progress, parts.strategy, NoNodeRecorder())
     held, taken = watch.peak_memory_bytes()
@@ -87,3 +91,28 @@ def test_a_worker_tells_the_most_of_all_and_without_a_gpu_its_process(monkeypatc
     watch._memory = GpuPeak(GPU)
     monkeypatch.setattr(parts.world, "max", lambda row: torch.maximum(row, torch.tensor([80, 600])))
     assert watch.peak_memory_bytes() == (90, 600)
+
+
+def _opened(world: World, num_nodes: int) -> tuple[bool, float]:
+    """Whether this rank records, and since when, on nodes whose clocks differ by an hour."""
+    rank_info = world.rank_info
+    local_size = world.size // num_nodes
+    node_id, local_rank = divmod(world.rank, local_size)
+    changes = {"node_id": node_id, "num_nodes": num_nodes, "local_rank": local_rank, "local_size": local_size}
+    world.rank_info = replace(rank_info, **changes)
+    try:
+        with mock.patch("stormo.training.clock.steady_unix_s", side_effect=lambda: steady_unix_s() + 3600 * node_id):
+            recorder = open_node_recorder(world, devices_per_worker=1, is_on=True)
+            assert isinstance(open_node_recorder(world, devices_per_worker=1, is_on=False), NoNodeRecorder)
+    finally:
+        world.rank_info = rank_info
+    recorder.close()
+    return isinstance(recorder, NodeRecorder), recorder._began_unix_s if isinstance(recorder, NodeRecorder) else 0.0
+
+
+def test_one_rank_of_each_node_records_by_the_clock_of_rank_0(run_ranks: Ranks) -> None:
+    (first, main_unix_s), (second, _) = run_ranks(_opened, 2, 1)
+    assert (first, second) == (True, False)
+    (first, main_unix_s), (second, other_unix_s) = run_ranks(_opened, 2, 2)
+    assert (first, second) == (True, True)
+    assert other_unix_s == pytest.approx(main_unix_s, abs=600)

@@ -1,4 +1,4 @@
-"""What counts as a divergence, when all workers know of it, and what is done about it."""
+"""What counts as a divergence, when all workers know of it, and what is done then."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ from stormo.distributed.world import AsyncAllReduce, World
 from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.launch.signals import StopFlag
 from stormo.optim.schedule import make_schedule
 from stormo.parallel.cuda_graph import _no_synchronisation as no_synchronisation
-from stormo.profiling.window import ProfileWindow
-from stormo.system.process import SetUp
-from stormo.telemetry.console import PlainConsole
+from stormo.system.process import SetupTimer
+from stormo.telemetry.console import PlainConsole, TerminalConsole
 from stormo.telemetry.events import EventFile, current_events, read_events
 from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import CheckpointSaved, DivergenceNoticed, EpochDone, Notice, Record, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
-from stormo.telemetry.terminal import TerminalConsole
-from stormo.training import divergence, loop
+from stormo.training import context, divergence, loop
+from stormo.training.context import RunContext
 from stormo.training.divergence import (
     NUM_HIGH_STEPS,
     Diverged,
@@ -43,16 +41,15 @@ from stormo.training.divergence import (
     patience_steps,
     wait_steps,
 )
-from stormo.training.loop import Outcome, Training, train
-from stormo.training.progress import Progress
+from stormo.training.loop import Outcome, train
 from stormo.training.records import RunRecorder
 from stormo.training.recovery import Recovery, advice, diagnosis
+from stormo.training.state import Progress
 from stormo.training.summary import make_summary
-from stormo.training.validation import Validation
 from tests.parallel.test_cuda_graph import Images, build_on_gpu
 from tests.tiny_run import Parts, assert_same_bits, build, whole_state
 from tests.tiny_task import Tiny
-from tests.training.test_loop import prepare
+from tests.training.test_loop import context_of, prepare
 
 Ranks = Callable[..., list[Any]]
 NAN, INF = float("nan"), float("inf")
@@ -108,7 +105,7 @@ HEALTHY = {
     "around zero": [random.Random(step).gauss(0, 0.05) for step in range(2000)],
     "at its noise from the start": [1e-6 * random.Random(step).lognormvariate(0, 1) for step in range(3000)],
     "nothing to learn": [0.693 + 0.01 * random.Random(step).gauss(0, 1) for step in range(3000)],
-    "a restart of the rate": [
+    "a restart of the learning rate": [
         *falling(2.3, 0.1, num_steps=1000, noise=0.1),
         *falling(0.8, 0.08, num_steps=1000, noise=0.1),
     ],
@@ -125,13 +122,12 @@ def test_ordinary_training_raises_no_alarm(name: str) -> None:
     assert first_verdict(HEALTHY[name]) is None
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_batches_of_one_sample_raise_no_alarm_wherever_they_begin(seed: int) -> None:
     assert first_verdict(chi_squared(1.0, num_steps=3000, seed=seed), batch_size=1) is None
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("step", [1, 3, 6, 500])
+@pytest.mark.parametrize(("bad", "step"), [(NAN, 1), (INF, 3), (-INF, 6), (NAN, 500)])
 def test_a_loss_that_is_not_finite_counts_at_once(bad: float, step: int) -> None:
     losses = falling(2.3, 0.3, num_steps=600, noise=0.1)
     losses[step - 1] = bad
@@ -153,7 +149,7 @@ def test_a_loss_that_begins_at_zero_gets_its_scale_from_what_follows_and_then_co
 
 
 @pytest.mark.parametrize("level", [1e3, 1e5, 1e12])
-def test_an_absurd_rate_counts_although_it_left_only_the_first_loss_as_it_was(level: float) -> None:
+def test_an_absurd_learning_rate_counts_although_it_left_only_the_first_loss_as_it_was(level: float) -> None:
     losses = itertools.chain([2.3, level / 100, level / 10], itertools.repeat(level, 100))
     assert first_verdict(losses) == (5 + NUM_HIGH_STEPS, "exploded")
 
@@ -184,7 +180,7 @@ def test_a_checkpoint_waits_for_an_epoch_of_the_batch_as_it_is_then(num_train: i
     assert wait_steps(parts.plan, epoch) == expected
 
 
-def test_a_loss_that_rises_is_not_calm_until_it_has_lasted() -> None:
+def test_a_loss_that_rises_is_not_stable_until_it_has_lasted() -> None:
     trend = Trend()
 
     def see(*losses: float) -> bool:
@@ -193,14 +189,14 @@ def test_a_loss_that_rises_is_not_calm_until_it_has_lasted() -> None:
         return trend.is_stable(200)
 
     assert see(*falling(2.3, 0.3, num_steps=400, noise=0.05))
-    assert not see(500.0)  # a spike: it takes one good step to be calm again
+    assert not see(500.0)  # a spike: it takes one good step to be stable again
     assert see(0.3)
     assert not see(*[0.95] * 60)  # more than a quarter of the gain is lost, less than half
     assert see(*[0.95] * 200)  # it stays there: that is how it is now
 
 
 def test_what_led_to_a_divergence_is_counted() -> None:
-    def leading(*losses: float, patience: int = 100) -> int:
+    def num_leading(*losses: float, patience: int = 100) -> int:
         trend, kind = Trend(), None
         for loss in losses:
             assert kind is None
@@ -209,10 +205,10 @@ def test_what_led_to_a_divergence_is_counted() -> None:
         return trend.num_leading(kind, patience)
 
     good = falling(2.3, 0.3, num_steps=400, noise=0.05)
-    assert leading(NAN) == leading(1.0, 2.0, NAN) == leading(*good, NAN) == 1
-    assert leading(1.0, 1e6, 1e9, INF) == leading(*good, 1e6, 1e9, INF) == 3
-    assert leading(*good, *[1e6] * NUM_HIGH_STEPS) == NUM_HIGH_STEPS
-    assert leading(*good, *[0.95] * 200, NAN, patience=50) == 1  # what has lasted so long has not led to it
+    assert num_leading(NAN) == num_leading(1.0, 2.0, NAN) == num_leading(*good, NAN) == 1
+    assert num_leading(1.0, 1e6, 1e9, INF) == num_leading(*good, 1e6, 1e9, INF) == 3
+    assert num_leading(*good, *[1e6] * NUM_HIGH_STEPS) == NUM_HIGH_STEPS
+    assert num_leading(*good, *[0.95] * 200, NAN, patience=50) == 1  # what has lasted so long has not led to it
 
 
 @pytest.mark.parametrize(("end", "is_warned"), [(2.30, True), (2.26, True), (2.1, False)])
@@ -276,7 +272,7 @@ def _watched(
     with lagging(lag):
         watch = LossMonitor(world, trend, is_on=True, batch_size=64, patience=100, vote_lag=vote_lag)
     for step in range(1, 20):
-        vote.cast(0, watch.share())
+        vote.start(0, watch.share())
         is_bad = world.rank == bad_rank and step == bad_step
         watch.add(torch.tensor(NAN if is_bad else 0.25 * (world.rank + 1) * step))
         watch.add(torch.tensor(0.5))
@@ -321,7 +317,7 @@ def _settled(world: World, lag: int, vote_lag: int, breaks_weights: bool) -> tup
 
 @pytest.mark.parametrize(("lag", "vote_lag"), [(1, 0), (4, 0), (1, 3)])
 @pytest.mark.parametrize("breaks_weights", [False, True])
-def test_before_a_checkpoint_every_loss_is_known_and_the_weights_are_looked_at(
+def test_before_a_checkpoint_every_loss_is_known_and_the_weights_are_checked(
     run_ranks: Ranks, lag: int, vote_lag: int, breaks_weights: bool
 ) -> None:
     steps = lag + vote_lag
@@ -329,7 +325,7 @@ def test_before_a_checkpoint_every_loss_is_known_and_the_weights_are_looked_at(
     assert run_ranks(_settled, 2, lag, vote_lag, breaks_weights) == [(*found, [2.0, 4.0, 6.0, 8.0][:steps])] * 2
 
 
-def test_what_is_ignored_is_told_and_not_judged() -> None:
+def test_what_is_ignored_is_reported_and_not_judged() -> None:
     trend = Trend()
     watch = LossMonitor(World(alone(), torch.device("cpu")), trend, is_on=False, batch_size=64, patience=100)
     watch.add(torch.tensor(NAN))
@@ -412,27 +408,10 @@ def test_on_a_gpu_no_step_waits_for_the_device_to_know_its_loss(
             num_batches += 1
         raise AssertionError("nothing was noticed")
 
-    def inspect(run: Training, diverged: Diverged) -> Diverged:
-        return diverged  # reads the batch again, and waits for it
-
     monkeypatch.setattr(parts.loader, "epoch", watched)
-    monkeypatch.setattr(loop, "_with_bad_inputs", inspect)
-    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", INF)  # a record waits, a few times a second
-    training = Training(
-        world=parts.world,
-        plan=parts.plan,
-        settings=parts.config,
-        state=parts.state,
-        loader=parts.loader,
-        validation=Validation(parts.task, parts.task.validation_data(), 10, parts.world),
-        schedule=make_schedule(parts.config, parts.plan, 1.0),
-        flag=StopFlag(),
-        record=lambda record: None,
-        save=lambda metric: None,
-        sign_of_life=lambda step: setattr(parts.task, "num_steps", step),
-        keeper=NoNodeRecorder(),
-        profile=ProfileWindow(None, parts.world, None),
-    )
+    monkeypatch.setattr(loop, "find_bad_inputs", lambda diverged, *_, **__: diverged)  # it would wait for the batch
+    monkeypatch.setattr(context, "_SECONDS_BETWEEN_RECORDS", INF)  # a record waits, a few times a second
+    training = context_of(parts, heartbeat=lambda step: setattr(parts.task, "num_steps", step))
     outcome = train(training)
     assert outcome.diverged is not None
     assert (outcome.diverged.kind, outcome.diverged.step) == ("loss", 4)
@@ -460,7 +439,7 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_becomes_the
     assert (run.saves, run.of(EpochDone), run.parts.state.progress.best_validation) == ([], [], None)
 
 
-def test_on_divergence_ignore_trains_and_saves_as_ever() -> None:
+def test_on_divergence_ignore_trains_and_saves_as_usual() -> None:
     run = prepare(task_class=breaking_at(2), checkpoint_every="1ep", on_divergence="ignore")
     assert train(run.training) == Outcome("epochs")
     assert [step for step, *_ in run.saves] == [3, 6]
@@ -484,27 +463,27 @@ def test_a_batch_with_inputs_that_are_not_finite_is_found() -> None:
     assert outcome.diverged.step == 1 + order.index(20) // 16
 
 
-def test_checkpoints_wait_while_the_loss_is_not_calm_and_come_as_soon_as_it_is() -> None:
+def test_checkpoints_wait_while_the_loss_is_not_stable_and_come_as_soon_as_it_is() -> None:
     spike = breaking_at(9, value=1e6, lasts=2)
     run = prepare({"num_train": 320}, task_class=spike, checkpoint_every="5", epochs=1)
     assert train(run.training) == Outcome("epochs")
     assert [step for step, *_ in run.saves] == [5, 12, 15, 20]  # not 10 with the spike, nor 11 before its loss is known
 
 
-def uneasy_from(call: int) -> type[Tiny]:
+def unstable_from(call: int) -> type[Tiny]:
     """The tiny task, whose loss falls to a tenth and is half of its start again from one call on, for good."""
 
-    class Uneasy(Tiny):
+    class Unstable(Tiny):
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
             loss = super().loss(model, batch)
             num = self.num_calls
             return loss * 0 + (10.0 if num <= 5 else 1.0 if num < call else 5.0)
 
-    return Uneasy
+    return Unstable
 
 
 def test_checkpoints_wait_for_an_epoch_at_most_although_a_loss_that_is_lost_takes_longer() -> None:
-    run = prepare({"num_train": 64}, task_class=uneasy_from(69), checkpoint_every="1ep", epochs=40)
+    run = prepare({"num_train": 64}, task_class=unstable_from(69), checkpoint_every="1ep", epochs=40)
     assert train(run.training).diverged is None
     saved = [step for step, *_ in run.saves]
     assert saved[:20] == [4 * epoch for epoch in range(1, 21)]
@@ -513,24 +492,24 @@ def test_checkpoints_wait_for_an_epoch_at_most_although_a_loss_that_is_lost_take
     assert saved[-1] == 160
 
 
-def test_the_best_epoch_is_saved_as_it_is_also_while_the_loss_is_not_calm() -> None:
+def test_the_best_epoch_is_saved_as_it_is_also_while_the_loss_is_not_stable() -> None:
     accuracies = iter([*[0.1] * 20, 0.1, 0.9, *[0.1] * 8])
 
-    class Scripted(uneasy_from(69)):  # type: ignore[misc]
+    class Scripted(unstable_from(69)):  # type: ignore[misc]
         def metrics(self, model: nn.Module, batch: Any) -> Any:
             return {"accuracy": torch.tensor(next(accuracies) * len(batch[0])), "loss": torch.tensor(1.0)}
 
-    calm: dict[int, bool] = {}
+    stable: dict[int, bool] = {}
 
     def on_save(run: Any) -> None:
         progress = run.parts.state.progress
-        calm[progress.step] = progress.trend.is_stable(4)
+        stable[progress.step] = progress.trend.is_stable(4)
 
     flags: dict[str, Any] = {"checkpoint_every": "99ep", "epochs": 30, "validation_batch_size": 30}
     run = prepare({"num_train": 64}, task_class=Scripted, on_save=on_save, **flags)
     assert train(run.training).diverged is None
     assert [metric for *_, metric in run.saves] == pytest.approx([0.1, 0.9, 0.1])
-    assert calm == {4: True, 88: False, 120: True}  # a rollback passes over what was not calm
+    assert stable == {4: True, 88: False, 120: True}  # a rollback skips what was not stable
 
 
 def test_a_run_that_does_not_learn_is_warned_of() -> None:
@@ -557,7 +536,7 @@ class Recovering(Tiny):
         return loss * NAN if self.num_steps() == self.bad_step - 1 and self.rate() > 0.06 else loss
 
 
-def put_together(world: World, folder: str, task_class: type[Tiny], **flags: Any) -> tuple[Parts, Training, Any]:
+def assemble(world: World, folder: str, task_class: type[Tiny], **flags: Any) -> tuple[Parts, RunContext, Any]:
     """A run with its folder, as a worker puts it together; 40 samples in batches of 16 (16, 16, 8)."""
     flags = {"global_batch_size": 16, "target_accuracy": 1.1, "validation_batch_size": 10, "precision": "fp64", **flags}
     flags = {"runs_folder": folder, "epochs": 3, "checkpoint_every": "2", "tensorboard": False, **flags}
@@ -576,36 +555,28 @@ def put_together(world: World, folder: str, task_class: type[Tiny], **flags: Any
         parts.task.num_steps = lambda: progress.step
         parts.task.rate = lambda: schedule(progress.step) * progress.rate_factor
     parts.strategy.warm_up(parts.loader)
-    journal = RunRecorder(parts.config, parts.plan, world, parts.state, SetUp(), NoNodeRecorder())
-    journal.restore()
-    journal.start()
-    recovery = Recovery(parts.config, parts.plan, world, parts.state, journal)
+    recorder = RunRecorder(parts.config, parts.plan, world, parts.state, SetupTimer(), NoNodeRecorder())
+    recorder.restore()
+    recorder.start()
+    recovery = Recovery(parts.config, parts.plan, world, parts.state, recorder)
     recovery.prepare()
     records: list[Any] = []
-    tell = journal.record
+    tell = recorder.record
 
     def record(one: Any) -> None:
         records.append(one)
         tell(one)
 
-    journal.record = record  # type: ignore[assignment, method-assign]
-    training = Training(
-        world=world,
-        plan=parts.plan,
-        settings=parts.config,
-        state=parts.state,
-        loader=parts.loader,
-        validation=Validation(parts.task, parts.task.validation_data(), 10, world),
+    recorder.record = record  # type: ignore[assignment, method-assign]
+    training = context_of(
+        parts,
         schedule=schedule,
-        flag=StopFlag(),
         record=record,
-        save=lambda metric: journal.save(metric),  # noqa: PLW0108 - a test may replace it
-        sign_of_life=lambda step: None,
-        keeper=journal.keeper,
-        profile=ProfileWindow(None, world, None),
-        recover=recovery.roll_back,
+        save=lambda metric: recorder.save(metric),  # noqa: PLW0108 - a test may replace it
+        node_recorder=recorder.node_recorder,
+        roll_back=recovery.roll_back,
     )
-    return parts, training, (journal, recovery, records)
+    return parts, training, (recorder, recovery, records)
 
 
 def _comparable(parts: Parts) -> dict[str, Any]:
@@ -627,26 +598,26 @@ def _rolled_back(world: World, folder: str, flags: dict[str, Any]) -> tuple[Any,
 def _rolled_back_and_by_hand(
     world: World, folder: str, flags: dict[str, Any]
 ) -> tuple[Any, Any, list[Any], dict[str, Any]]:
-    parts, training, (journal, _, records) = put_together(
+    parts, training, (recorder, _, records) = assemble(
         world, folder, Recovering, run_name="rolled", on_divergence="rollback", base_lr=0.1, **flags
     )
     assert train(training) == Outcome("epochs")
-    summary = make_summary(parts.config, parts.plan, parts.state, journal.run_folder, "epochs")
-    journal.end("epochs")
+    summary = make_summary(parts.config, parts.plan, parts.state, recorder.run_folder, "epochs")
+    recorder.end("epochs")
     rolled = _comparable(parts)
     parts.loader.close()
 
-    by_hand, training, (journal, recovery, _) = put_together(world, folder, Recovering, run_name="hand", **flags)
+    by_hand, training, (recorder, recovery, _) = assemble(world, folder, Recovering, run_name="hand", **flags)
     diverged = train(training).diverged
     assert diverged is not None
     recovery.give_up(diverged)
-    journal.end("divergence")
+    recorder.end("divergence")
     by_hand.loader.close()
-    by_hand, training, (journal, *_) = put_together(
+    by_hand, training, (recorder, *_) = assemble(
         world, folder, Recovering, run_name="hand", resume="hand", base_lr=0.05, **flags
     )
     assert train(training) == Outcome("epochs")
-    journal.end("epochs")
+    recorder.end("epochs")
     by_hand.loader.close()
     return rolled, _comparable(by_hand), records, summary
 
@@ -671,13 +642,13 @@ def _rolled_back_and_by_hand(
         "two workers",
         "streamed",
         "accumulation",
-        "workers by themselves",
-        "heard late",
+        "local updates",
+        "known late",
         "read late",
         "over a border of growth",
     ],
 )
-def test_a_rollback_is_a_resume_with_a_lower_rate_to_the_last_bit(
+def test_a_rollback_is_a_resume_with_a_lower_learning_rate_to_the_last_bit(
     run_ranks: Ranks,
     tmp_path: Path,
     size: int,
@@ -689,8 +660,8 @@ def test_a_rollback_is_a_resume_with_a_lower_rate_to_the_last_bit(
 ) -> None:
     flags = flags | {"bad_step": bad_step}
     for rank, (rolled, by_hand, records, summary) in enumerate(run_ranks(_rolled_back, size, str(tmp_path), flags)):
-        told = {"num_rollbacks": ("1", "0"), "rate_factor": ("0.5", "1.0")}
-        for name, values in told.items():
+        expected = {"num_rollbacks": ("1", "0"), "rate_factor": ("0.5", "1.0")}
+        for name, values in expected.items():
             assert (rolled.pop(name), by_hand.pop(name)) == values
         assert_same_bits(rolled, by_hand)
         assert (summary["num_rollbacks"], summary["num_resumes"], summary["steps"]) == (1, 0, steps)
@@ -706,15 +677,15 @@ def test_a_rollback_is_a_resume_with_a_lower_rate_to_the_last_bit(
             assert [text.split()[3] for text in said] == ["grown", "gone", "grown"] * ("grow_batch" in flags)
 
 
-def _goes_back(world: World, folder: str) -> tuple[list[str], list[str], int]:
-    """What a rollback reads of three checkpoints, of which the newest two were saved while the loss was not calm."""
-    parts, _, (journal, recovery, _) = put_together(
+def _rolls_back(world: World, folder: str) -> tuple[list[str], list[str], int]:
+    """What a rollback reads of three checkpoints, of which the newest two were saved while the loss was not stable."""
+    parts, _, (recorder, recovery, _) = assemble(
         world, folder, Tiny, run_name="back", on_divergence="rollback", keep_checkpoints=9
     )
     progress = parts.state.progress
     for step, num_uneasy in ((3, 0), (6, 1), (9, 2)):
         progress.step, progress.trend.num_uneasy = step, num_uneasy
-        journal.save(None)
+        recorder.save(None)
     states, wholes = list[str](), list[str]()
 
     def noted(read: Callable[[Path], Any], into: list[str]) -> Callable[[Path], Any]:
@@ -728,41 +699,41 @@ def _goes_back(world: World, folder: str) -> tuple[list[str], list[str], int]:
         patch.setattr(checkpoint, "read_state", noted(checkpoint.read_state, states))
         patch.setattr(checkpoint, "load", noted(checkpoint.load, wholes))
         assert recovery.roll_back(_lost(step=12, onset_step=12))
-    journal.end("epochs")
+    recorder.end("epochs")
     return states, wholes, progress.step
 
 
-def test_to_go_back_one_checkpoint_is_loaded_and_of_the_others_only_the_state_is_read(
+def test_to_roll_back_one_checkpoint_is_loaded_and_of_the_others_only_the_state_is_read(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    ((states, wholes, step),) = run_ranks(_goes_back, 1, str(tmp_path))
+    ((states, wholes, step),) = run_ranks(_rolls_back, 1, str(tmp_path))
     assert states == ["step-00000009", "step-00000006", "step-00000003"]
     assert (wholes, step) == (["step-00000003"], 3)
 
 
-def _stays_uneasy(world: World, folder: str) -> tuple[list[int], list[int]]:
-    """The checkpoints on disk after many of a loss that is not calm, and after a calm one."""
-    parts, _, (journal, *_) = put_together(world, folder, Tiny, run_name="uneasy", keep_checkpoints=2)
+def _stays_unstable(world: World, folder: str) -> tuple[list[int], list[int]]:
+    """The checkpoints on disk after many of a loss that is not stable, and after a stable one."""
+    parts, _, (recorder, *_) = assemble(world, folder, Tiny, run_name="uneasy", keep_checkpoints=2)
     progress, found = parts.state.progress, []
     for step, num_uneasy in (*((step, 0) for step in range(1, 5)), *((step, step - 4) for step in range(5, 12))):
         progress.step, progress.trend.num_uneasy = step, num_uneasy
-        journal.save(None)
+        recorder.save(None)
     for step in (11, 12):
         if step == 12:
             progress.step, progress.trend.num_uneasy = step, 0
-            journal.save(None)
-        found.append([one.step for one in checkpoint.find(journal.folder.checkpoints)])
-    journal.end("epochs")
+            recorder.save(None)
+        found.append([one.step for one in checkpoint.find(recorder.folder.checkpoints)])
+    recorder.end("epochs")
     return found[0], found[1]
 
 
-def test_the_last_two_calm_checkpoints_stay_whatever_comes_between_them(run_ranks: Ranks, tmp_path: Path) -> None:
-    assert run_ranks(_stays_uneasy, 1, str(tmp_path)) == [([11, 10, 4, 3], [12, 11, 4])]
+def test_the_last_two_stable_checkpoints_stay_whatever_comes_between_them(run_ranks: Ranks, tmp_path: Path) -> None:
+    assert run_ranks(_stays_unstable, 1, str(tmp_path)) == [([11, 10, 4, 3], [12, 11, 4])]
 
 
 def _slowly_lost(world: World, folder: str) -> tuple[list[int], int]:
     """The checkpoints on disk, and the one gone back to, of a loss that falls and then rises a little every step."""
-    parts, _, (journal, recovery, _) = put_together(
+    parts, _, (recorder, recovery, _) = assemble(
         world, folder, Tiny, run_name="slow", on_divergence="rollback", keep_checkpoints=1
     )
     progress, kind = parts.state.progress, None
@@ -771,15 +742,15 @@ def _slowly_lost(world: World, folder: str) -> tuple[list[int], int]:
         loss = 1.4 - 0.7 * min(i / 200, 1) + 2 * max(0.0, (i - 200) / 400)
         kind = progress.trend.update(loss, batch_size=32, patience=100)
         if not i % 20 and progress.trend.is_stable(2):
-            journal.save(None)
-    found = [one.step for one in checkpoint.find(journal.folder.checkpoints)]
+            recorder.save(None)
+    found = [one.step for one in checkpoint.find(recorder.folder.checkpoints)]
     onset_step = progress.step + 1 - progress.trend.num_leading(kind, 2)
     assert recovery.roll_back(_lost(kind=kind, step=progress.step, onset_step=onset_step))
-    journal.end("epochs")
+    recorder.end("epochs")
     return found, progress.step
 
 
-def test_a_loss_that_is_lost_slowly_leaves_a_calm_checkpoint_and_the_beginning(
+def test_a_loss_that_is_lost_slowly_leaves_a_stable_checkpoint_and_the_beginning(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
     assert run_ranks(_slowly_lost, 1, str(tmp_path)) == [([380, 240, 220, 0], 240)]
@@ -788,50 +759,45 @@ def test_a_loss_that_is_lost_slowly_leaves_a_calm_checkpoint_and_the_beginning(
 def _back_and_back(world: World, folder: str) -> tuple[list[int], bool, list[float]]:
     """Where rollbacks in a row go to when every checkpoint is to blame, and what is left of the factor."""
     flags: dict[str, Any] = {"run_name": "back", "on_divergence": "rollback", "max_rollbacks": 3}
-    parts, _, (journal, recovery, records) = put_together(world, folder, Tiny, **flags)
+    parts, _, (recorder, recovery, records) = assemble(world, folder, Tiny, **flags)
     progress, steps = parts.state.progress, []
     for step in (10, 20, 30):
         progress.step = step
-        journal.save(None)
+        recorder.save(None)
     for step in (40, 31, 21):
         assert recovery.roll_back(_lost(step=step, onset_step=step))
         steps.append(progress.step)
     for step in (10, 20, 30, 40):
         progress.step = step
-        journal.save(None)
+        recorder.save(None)
     can_go_on = recovery.roll_back(_lost(step=12, onset_step=12))
     recovery.give_up(_lost(step=3, onset_step=3))
     said = [record.text for record in records if isinstance(record, DivergenceNoticed)]
-    # The rate at that step was what the rollbacks before had left of it.
-    assert [text.split("without warm-up")[1].split(").")[0] for text in said] == [
-        *("", "; × 0.5 by the rollbacks before"),
-        *("; × 0.25 by the rollbacks before", "; × 0.125 by the rollbacks before"),
-    ]
-    journal.end("divergence", diverged_at_step=3)
-    # The rates 0.1, 0.05, 0.025 and 0.0125 have failed; what goes on does so with × 0.125, also of a higher rate.
+    recorder.end("divergence", diverged_at_step=3)
+    # The learning rates 0.1 to 0.0125 have failed; a resume keeps × 0.125, also of a higher one.
     assert " Try --base-lr 0.05, --clip-norm 1. " in said[-1]
-    parts, _, (journal, recovery, records) = put_together(world, folder, Tiny, resume="back", base_lr=0.8, **flags)
+    parts, _, (recorder, recovery, records) = assemble(world, folder, Tiny, resume="back", base_lr=0.8, **flags)
     resumed = parts.state.progress
     found = [resumed.step, resumed.num_rollbacks, resumed.rate_factor]
     recovery.give_up(_lost(step=3, onset_step=3))
     assert " Try --base-lr 0.05, --clip-norm 1. " in records[-1].text
     recovery.give_up(_lost(step=1, onset_step=1))  # before which there is no checkpoint
     assert " Try --base-lr 0.00625, " in records[-1].text
-    journal.end("epochs")
+    recorder.end("epochs")
     return steps, can_go_on, found
 
 
-def test_rollbacks_in_a_row_go_back_to_the_beginning_at_last(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_rollbacks_in_a_row_roll_back_to_the_beginning_at_last(run_ranks: Ranks, tmp_path: Path) -> None:
     assert run_ranks(_back_and_back, 1, str(tmp_path)) == [([30, 20, 0], False, [0, 3, 0.125])]
 
 
 def _nothing_good(world: World, folder: str) -> tuple[str, list[str]]:
     """The end of a run without a good checkpoint, and what a resume says of it."""
-    _, _, (journal, recovery, records) = put_together(world, folder, Tiny, run_name="none")
+    _, _, (recorder, recovery, records) = assemble(world, folder, Tiny, run_name="none")
     recovery.give_up(_lost(step=2, onset_step=2))
-    journal.end("divergence", diverged_at_step=2)
-    _, _, (journal, *_) = put_together(world, folder, Tiny, run_name="none", resume="none")
-    journal.end("epochs")
+    recorder.end("divergence", diverged_at_step=2)
+    _, _, (recorder, *_) = assemble(world, folder, Tiny, run_name="none", resume="none")
+    recorder.end("epochs")
     events = read_events(Path(folder) / "none" / "events.jsonl")
     return records[0].text, [event["text"] for event in events if event["event"] == "notice"]
 
@@ -848,14 +814,14 @@ class KilledError(Exception):
 
 
 def _killed(world: World, folder: str, where: str) -> tuple[Any, Any]:
-    """A run that rolls back and is killed there, and goes on; and one that is not killed."""
+    """A run that rolls back and is killed there, and resumes; and one that is not killed."""
     flags: dict[str, Any] = {"on_divergence": "rollback", "base_lr": 0.1}
-    parts, training, (journal, *_) = put_together(world, folder, Recovering, run_name="whole", **flags)
+    parts, training, (recorder, *_) = assemble(world, folder, Recovering, run_name="whole", **flags)
     train(training)
-    journal.end("epochs")
+    recorder.end("epochs")
     whole = _comparable(parts)
 
-    parts, training, (journal, *_) = put_together(world, folder, Recovering, run_name="killed", **flags)
+    parts, training, (recorder, *_) = assemble(world, folder, Recovering, run_name="killed", **flags)
     num_saves = 0
 
     def save(metric: float | None) -> None:
@@ -863,25 +829,23 @@ def _killed(world: World, folder: str, where: str) -> tuple[Any, Any]:
         num_saves += 1
         if where == "before its save" and parts.state.progress.num_rollbacks:
             raise KilledError
-        type(journal).save(journal, metric)
+        type(recorder).save(recorder, metric)
         if where == "after its save" and parts.state.progress.num_rollbacks:
             raise KilledError
 
-    journal.save = save
+    recorder.save = save
     with pytest.raises(KilledError):
         train(training)
-    journal.end("error")
-    parts, training, (journal, *_) = put_together(
-        world, folder, Recovering, run_name="killed", resume="killed", **flags
-    )
+    recorder.end("error")
+    parts, training, (recorder, *_) = assemble(world, folder, Recovering, run_name="killed", resume="killed", **flags)
     assert parts.state.progress.rate_factor == (1.0 if where == "before its save" else 0.5)
     train(training)
-    journal.end("epochs")
+    recorder.end("epochs")
     return whole, _comparable(parts)
 
 
 @pytest.mark.parametrize("where", ["before its save", "after its save"])
-def test_a_run_that_is_killed_in_a_rollback_goes_on_as_one_that_was_not(
+def test_a_run_that_is_killed_in_a_rollback_resumes_as_one_that_was_not(
     run_ranks: Ranks, tmp_path: Path, where: str
 ) -> None:
     ((whole, resumed),) = run_ranks(_killed, 1, str(tmp_path), where)
@@ -890,17 +854,17 @@ def test_a_run_that_is_killed_in_a_rollback_goes_on_as_one_that_was_not(
 
 def _never_recovers(world: World, folder: str) -> tuple[list[Any], list[int], tuple[int, int, float]]:
     flags: dict[str, Any] = {"rollback_factor": 0.1, "max_rollbacks": 2, "keep_checkpoints": 9}
-    _, training, (journal, recovery, records) = put_together(
+    _, training, (recorder, recovery, records) = assemble(
         world, folder, breaking_at(7), run_name="lost", on_divergence="rollback", **flags
     )
     outcome = train(training)
     assert outcome.diverged is not None
     recovery.give_up(outcome.diverged)
-    journal.end("divergence", diverged_at_step=outcome.diverged.step)
+    recorder.end("divergence", diverged_at_step=outcome.diverged.step)
     steps = [found.step for found in checkpoint.find(Path(folder) / "lost" / "checkpoints")]
-    resumed, _, (journal, *_) = put_together(world, folder, Tiny, run_name="lost", resume="lost")
+    resumed, _, (recorder, *_) = assemble(world, folder, Tiny, run_name="lost", resume="lost")
     progress = resumed.state.progress
-    journal.end("epochs")
+    recorder.end("epochs")
     return records, steps, (progress.step, progress.num_rollbacks, progress.rate_factor)
 
 
@@ -1003,9 +967,9 @@ def _settings(task_options: dict[str, Any] | None = None, **flags: Any) -> Parts
             ["--base-lr 0.05", "--clip-norm 1"],
         ),
         (
-            {"warmup_epochs": 2.0, "warmup_from": 0.1},
+            {},
             _lost(kind="exploded", loss=1e7),
-            "a learning rate that is too high (0.4 at that step, in step 12 of 20 of warm-up).",
+            "a learning rate that is too high (0.4 at that step, without warm-up).",
             ["--base-lr 0.05", "--clip-norm 1", "or --on-divergence ignore if the loss is meant to rise"],
         ),
         (
@@ -1038,9 +1002,6 @@ def test_the_diagnosis_names_cause_and_flags(
 
 def test_rollbacks_that_did_not_help_are_in_the_advice() -> None:
     parts = _settings()
-    assert diagnosis(parts.plan, _lost(), rate_factor=0.25).endswith(
-        "without warm-up; × 0.25 by the rollbacks before)."
-    )
     rate = parts.plan.learning_rate / 4  # the lowest that diverged; a resume keeps the factor of the rollbacks
     for kept_factor, flag in ((0.25, "--base-lr 0.05"), (1.0, "--base-lr 0.0125")):
         found = advice(
@@ -1049,15 +1010,11 @@ def test_rollbacks_that_did_not_help_are_in_the_advice() -> None:
         assert found == ([flag, "--clip-norm 1"], flag)
 
 
-def test_of_an_optimizer_of_its_own_no_rate_is_promised() -> None:
+def test_advice_fits_an_own_optimizer_and_stale_servers() -> None:
     parts = _settings()
     tried, flag = advice(parts.config, parts.plan, _lost(), has_own_optimizer=True)
     assert tried == ["half the learning rate in the task's optimizer()", "--clip-norm 1"]
     assert flag == "--clip-norm 1"
-
-
-def test_stale_servers_are_not_told_to_clip() -> None:
-    parts = _settings()
     config = replace(parts.config, workers=replace(parts.config.workers, strategy="server", staleness=2))
     tried, _ = advice(config, parts.plan, _lost(), has_own_optimizer=False)
     assert tried == ["--base-lr 0.05", "--staleness 0"]
@@ -1066,15 +1023,14 @@ def test_stale_servers_are_not_told_to_clip() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"rollback_factor": 1.0}, "--rollback-factor 1 was set, but a rollback lowers the rate by it"),
+        ({"rollback_factor": 1.0}, "--rollback-factor 1 was set, but a rollback lowers the learning rate by it"),
         ({"rollback_factor": 0.0}, "--rollback-factor 0 was set"),
         ({"max_rollbacks": 0}, "--max-rollbacks 0 was set"),
         (
             {"rollback_factor": 0.5},
-            "--rollback-factor 0.5 was set with --on-divergence stop, but a run goes back only under --on-divergence "
-            "rollback; leave out --rollback-factor, or set --on-divergence rollback",
+            "--rollback-factor 0.5 was set, but it needs --on-divergence rollback",
         ),
-        ({"max_rollbacks": 3, "on_divergence": "ignore"}, "--max-rollbacks 3 was set with --on-divergence ignore"),
+        ({"max_rollbacks": 3, "on_divergence": "ignore"}, "--max-rollbacks 3 was set, but it needs"),
     ],
 )
 def test_settings_that_cannot_hold_are_refused(flags: dict[str, Any], sentence: str) -> None:
@@ -1086,18 +1042,3 @@ def test_a_run_that_went_back_may_go_on_without_rollbacks() -> None:
     parts = _settings(on_divergence="rollback", rollback_factor=0.25)
     config = replace(parts.config, stop=replace(parts.config.stop, on_divergence="stop"), given=frozenset())
     check_numbers(config)  # what the run inherits is not what the user gives now
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({}, "it ends (--on-divergence stop)"),
-        (
-            {"on_divergence": "rollback", "max_rollbacks": 1},
-            "it goes back, with the rate × 0.5, at most 1 time (--on-divergence rollback)",
-        ),
-        ({"on_divergence": "ignore"}, "it trains on (--on-divergence ignore)"),
-    ],
-)
-def test_the_plan_says_what_becomes_of_a_run_that_diverges(flags: dict[str, Any], said: str) -> None:
-    assert dict(_settings(**flags).plan.explanation)["stop"].endswith(f"; on divergence {said}")

@@ -48,16 +48,20 @@ def _weights(name: str) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(newest / "model.safetensors")
 
 
-def test_a_batch_grows_by_passes_or_at_once_with_the_same_result(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormo.training.loop._SECONDS_BETWEEN_RECORDS", -1.0)  # a record of every step
-    by_passes = train("passes", *GROWS)
-    assert by_passes["steps"] == 38 + 19 + 10 + 10
-    assert by_passes["samples_seen"] == 4 * 301
+def test_a_batch_grows_by_accumulation_or_at_once_with_the_same_result(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormo.training.context._SECONDS_BETWEEN_RECORDS", -1.0)  # a record of every step
+    accumulated = train("accumulated", *GROWS, "--keep-checkpoints", "99")
+    assert accumulated["steps"] == 38 + 19 + 10 + 10
+    assert accumulated["samples_seen"] == 4 * 301
+    saved = sorted(int(path.name.removeprefix("step-")) for path in Path("runs/accumulated/checkpoints").glob("step-*"))
+    assert saved == [38, 57, 67, 77]  # at the end of every epoch
     at_once = train("at-once", *GROWS, "--max-batch-size", "32")
-    assert at_once["sample_order_sha256"] == by_passes["sample_order_sha256"]
+    assert at_once["sample_order_sha256"] == accumulated["sample_order_sha256"]
     for name, tensor in _weights("at-once").items():
-        torch.testing.assert_close(tensor, _weights("passes")[name], rtol=1e-11, atol=1e-13)
-    steps = [event for event in read_events(Path("runs/passes/events.jsonl")) if event["event"] == "step_done"]
+        torch.testing.assert_close(tensor, _weights("accumulated")[name], rtol=1e-11, atol=1e-13)
+    steps = [event for event in read_events(Path("runs/accumulated/events.jsonl")) if event["event"] == "step_done"]
     assert {(event["epoch"], event["global_batch_size"]) for event in steps} == {(1, 8), (2, 16), (3, 32), (4, 32)}
     assert main(["train", TASK, *ALWAYS, *GROWS, "--dry-run", "--plot-schedule", "curve.csv"]) == 0
     _, *planned = csv.DictReader(Path("curve.csv").read_text().splitlines())  # the first step has no loss to tell yet
@@ -65,13 +69,23 @@ def test_a_batch_grows_by_passes_or_at_once_with_the_same_result(train: Train, m
     assert [int(row["global_batch_size"]) for row in planned] == [event["global_batch_size"] for event in steps]
     said = [
         event["text"]
-        for event in read_events(Path("runs/passes/events.jsonl"))
+        for event in read_events(Path("runs/accumulated/events.jsonl"))
         if event["event"] == "notice" and "grown" in event["text"]
     ]
     assert said == [
         "The batch has grown to 16 samples in 2 micro-batches.",
         "The batch has grown to 32 samples in 4 micro-batches.",
     ]
+    train("plain", "--batch-size", "8")
+
+    def rates(name: str) -> list[float]:
+        events = read_events(Path("runs", name, "events.jsonl"))
+        return [event["learning_rate"] for event in events if event["event"] == "epoch_done"]
+
+    # The learning rate follows the epochs, not the steps. The last step of an epoch begins earlier in a larger batch.
+    assert rates("accumulated")[0] == rates("plain")[0]
+    assert rates("accumulated") == pytest.approx(rates("plain"), abs=5e-4)
+    assert rates("accumulated") != rates("plain")
 
 
 def _grown(world: World) -> dict[str, Any]:
@@ -89,21 +103,7 @@ def test_any_number_of_workers_grows_alike(run_ranks: Callable[..., list[Any]]) 
             np.testing.assert_allclose(array, alone[name], rtol=1e-11, atol=1e-13)
 
 
-def test_the_rate_follows_the_epochs_and_not_the_steps(train: Train) -> None:
-    train("grown", *GROWS)
-    train("plain", "--batch-size", "8")
-
-    def rates(name: str) -> list[float]:
-        events = read_events(Path("runs", name, "events.jsonl"))
-        return [event["learning_rate"] for event in events if event["event"] == "epoch_done"]
-
-    # Of the last step of each epoch, which begins a little earlier where the batch is larger.
-    assert rates("grown")[0] == rates("plain")[0]
-    assert rates("grown") == pytest.approx(rates("plain"), abs=5e-4)
-    assert rates("grown") != rates("plain")
-
-
-def test_a_run_goes_on_from_the_middle_of_any_stage(train: Train, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_middle_of_any_stage(train: Train, tmp_path: Path) -> None:
     whole = train("run", *GROWS, "--checkpoint-every", "3", "--keep-checkpoints", "99")
     for at in (63, 57, 45):  # in the third epoch, at the end of the second, in its middle
         found = tmp_path / "runs" / "run" / "checkpoints" / f"step-{at:08d}"
@@ -114,21 +114,18 @@ def test_a_run_goes_on_from_the_middle_of_any_stage(train: Train, tmp_path: Path
             assert resumed[key] == whole[key]
 
 
-def test_checkpoints_by_epochs_follow_the_stages(train: Train) -> None:
-    train("epochs", *GROWS, "--keep-checkpoints", "99")
-    saved = sorted(int(path.name.removeprefix("step-")) for path in Path("runs/epochs/checkpoints").glob("step-*"))
-    assert saved == [38, 57, 67, 77]
-
-
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         (["--grow-batch", "2"], "2 is not of the form EPOCHS:FACTORx"),
         (["--max-batch-size", "9"], "--max-batch-size 9 was set without --grow-batch"),
-        (["--grow-batch", "2:2x", "--max-batch-size", "7"], "begins with takes 8 samples of a worker in one pass"),
+        (["--grow-batch", "2:2x", "--max-batch-size", "7"], "micro-batches of 8 samples a worker"),
         (["--grow-batch", "2:2x", "--graph"], "--graph was set"),
-        (["--grow-batch", "2:2x", "--max-batch-size", "9", "--batch-size", "auto"], "set with --batch-size auto"),
-        (["--base-batch-size", "8", "--lr-rule", "none"], "--base-batch-size 8 was set with --lr-rule none"),
+        (
+            ["--grow-batch", "2:2x", "--max-batch-size", "9", "--batch-size", "auto"],
+            "it needs a number as --batch-size",
+        ),
+        (["--base-batch-size", "8", "--lr-rule", "none"], "--base-batch-size 8 was set, but it needs --lr-rule"),
         (["--base-batch-size", "0"], "--base-batch-size 0 was set"),
     ],
 )
@@ -143,7 +140,7 @@ def test_growth_is_part_of_a_run(train: Train, capsys: pytest.CaptureFixture[str
     assert "--grow-batch 3:2x was set with --resume" in capsys.readouterr().err
 
 
-def test_a_batch_that_will_not_fit_is_told_before_the_first_step(
+def test_a_batch_that_will_not_fit_is_reported_before_the_first_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TINY_MEMORY", "* 20")

@@ -15,14 +15,15 @@ from torch.nn.functional import cross_entropy
 from stormo.distributed.world import World
 from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.launch import alone
-from stormo.launch.signals import StopFlag
 from stormo.optim.schedule import make_schedule
 from stormo.profiling.window import ProfileWindow
+from stormo.system.signals import StopFlag
 from stormo.tasks.task import Task
 from stormo.telemetry.record import EpochDone, Notice, Record, StepDone, ValidationProgress
-from stormo.training import loop
+from stormo.training import context
 from stormo.training.clock import TrainingClock
-from stormo.training.loop import Outcome, Training, train
+from stormo.training.context import RunContext
+from stormo.training.loop import Outcome, train
 from stormo.training.validation import Validation
 from tests.energy.test_node_recorder import Desk
 from tests.tiny_run import Parts, build
@@ -36,7 +37,7 @@ class Run:
     """A training with notes of everything it tells."""
 
     parts: Parts
-    training: Training
+    training: RunContext
     flag: StopFlag = field(default_factory=StopFlag)
     records: list[Record] = field(default_factory=list)
     saves: list[tuple[int, int, int, float | None]] = field(default_factory=list)  # step, epoch, position, metric
@@ -60,7 +61,6 @@ def prepare(
     flags = {"global_batch_size": 16, "epochs": 2, "target_accuracy": 1.1, "validation_batch_size": 10, **flags}
     options = {"num_train": 40, "num_validation": 30, **(task_options or {})}
     parts = build(world or World(alone(), torch.device("cpu")), options, task_class=task_class, **flags)
-    plan, settings = parts.plan, parts.config
     run: Run
 
     def record(one: Record) -> None:
@@ -72,53 +72,55 @@ def prepare(
         run.saves.append((progress.step, progress.epoch, progress.position, metric))
         on_save(run)
 
-    def sign_of_life(step: int) -> None:
+    def heartbeat(step: int) -> None:
         run.signs.append(step)
         on_step(run, step)
 
-    flag = StopFlag()
-    training = Training(
-        world=parts.world,
-        plan=plan,
-        settings=settings,
-        state=parts.state,
-        loader=parts.loader,
-        validation=Validation(
-            parts.task, parts.task.validation_data(), settings.speed.validation_batch_size, parts.world, resident=True
-        ),
-        schedule=make_schedule(settings, plan),
-        flag=flag,
-        record=record,
-        save=save,
-        sign_of_life=sign_of_life,
-        keeper=NoNodeRecorder(),
-        profile=ProfileWindow(None, parts.world, None),
-    )
-    run = Run(parts=parts, training=training, flag=flag)
+    training = context_of(parts, record=record, save=save, heartbeat=heartbeat)
+    run = Run(parts=parts, training=training, flag=training.stop_flag)
     return run
 
 
-class Listening(Tiny):
-    """Keeps the loss and the number of samples of every pass."""
+def context_of(parts: Parts, **changes: Any) -> RunContext:
+    """What the loop works with: nothing is recorded or saved, unless it is given here."""
+    batch_size = parts.config.speed.validation_batch_size
+    given: dict[str, Any] = {
+        "validation": Validation(parts.task, parts.task.validation_data(), batch_size, parts.world),
+        "schedule": make_schedule(parts.config, parts.plan),
+        "stop_flag": StopFlag(),
+        "record": lambda record: None,
+        "save": lambda metric: None,
+        "heartbeat": lambda step: None,
+        "node_recorder": NoNodeRecorder(),
+        "profile": ProfileWindow(None, parts.world, None),
+        **changes,
+    }
+    return RunContext(
+        world=parts.world, plan=parts.plan, config=parts.config, state=parts.state, loader=parts.loader, **given
+    )
+
+
+class Recording(Tiny):
+    """Keeps the loss and the number of samples of every micro-batch."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self.heard: list[tuple[float, int]] = []
+        self.losses: list[tuple[float, int]] = []
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         loss = super().loss(model, batch)
-        self.heard.append((float(loss.detach()), len(batch[0])))
+        self.losses.append((float(loss.detach()), len(batch[0])))
         return loss
 
 
-def heard(run: Run) -> list[tuple[float, int]]:
+def losses_of(run: Run) -> list[tuple[float, int]]:
     task = run.parts.task
-    assert isinstance(task, Listening)
-    return task.heard
+    assert isinstance(task, Recording)
+    return task.losses
 
 
-def mean(passes: list[tuple[float, int]]) -> float:
-    return sum(loss * count for loss, count in passes) / sum(count for _, count in passes)
+def mean(micro_batches: list[tuple[float, int]]) -> float:
+    return sum(loss * count for loss, count in micro_batches) / sum(count for _, count in micro_batches)
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -159,13 +161,13 @@ def test_all_epochs_are_trained_recorded_and_saved() -> None:
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_its_samples_although_the_last_batch_is_short() -> None:
-    run = prepare(task_class=Listening, epochs=1)
+    run = prepare(task_class=Recording, epochs=1)
     train(run.training)
-    assert [count for _, count in heard(run)] == [16, 16, 8]
-    assert run.of(EpochDone)[0].train_loss == pytest.approx(mean(heard(run)))
+    assert [count for _, count in losses_of(run)] == [16, 16, 8]
+    assert run.of(EpochDone)[0].train_loss == pytest.approx(mean(losses_of(run)))
 
 
-def test_every_step_has_the_rate_of_its_schedule() -> None:
+def test_every_step_has_the_learning_rate_of_its_schedule() -> None:
     rates: list[float] = []
     run = prepare(warmup_epochs=1.0, warmup_from=0.0, decay="linear")
     optimizer = run.parts.strategy.optimizer
@@ -175,9 +177,9 @@ def test_every_step_has_the_rate_of_its_schedule() -> None:
     assert [record.learning_rate for record in run.of(EpochDone)] == pytest.approx([0.2 / 3, 0.1 / 3])
 
 
-def test_step_records_tell_position_loss_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", -1.0)
-    run = prepare(task_class=Listening, accumulate=2)
+def test_step_records_tell_position_loss_and_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_SECONDS_BETWEEN_RECORDS", -1.0)
+    run = prepare(task_class=Recording, accumulate=2)
     train(run.training)
     records = run.of(StepDone)
     assert [(record.epoch, record.step, record.step_in_epoch, record.samples_seen) for record in records] == [
@@ -188,11 +190,13 @@ def test_step_records_tell_position_loss_and_rate(monkeypatch: pytest.MonkeyPatc
         (2, 6, 3, 80),
     ]
     assert all(record.learning_rate == 0.1 for record in records)
-    passes = heard(run)
-    steps = [passes[start : start + 2] for start in range(0, len(passes), 2)]
+    micro_batches = losses_of(run)
+    steps = [micro_batches[start : start + 2] for start in range(0, len(micro_batches), 2)]
     # Each of the step before: the sum over the workers comes with the vote of the next one.
     assert [record.loss for record in records] == pytest.approx([mean(step) for step in steps[:-1]])
-    assert [record.train_loss for record in run.of(EpochDone)] == pytest.approx([mean(passes[:6]), mean(passes[6:])])
+    assert [record.train_loss for record in run.of(EpochDone)] == pytest.approx(
+        [mean(micro_batches[:6]), mean(micro_batches[6:])]
+    )
     assert all(record.samples_per_s > 0 and 0 <= record.input_wait_fraction <= 1 for record in records)
     times = [record.train_time_s for record in records]
     assert times == sorted(times)
@@ -201,7 +205,7 @@ def test_step_records_tell_position_loss_and_rate(monkeypatch: pytest.MonkeyPatc
 def test_short_epochs_have_a_record_of_all_their_steps_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
 
-    class Timed(Listening):
+    class Timed(Recording):
         def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
             nonlocal now_s
             now_s += 0.0625  # 0.1875 an epoch, and a record takes more than 0.25
@@ -216,27 +220,29 @@ def test_short_epochs_have_a_record_of_all_their_steps_now_and_then(monkeypatch:
     run = prepare(task_class=Timed, epochs=5, checkpoint_every="2")
     train(run.training)
     monkeypatch.undo()
-    records, passes = run.of(StepDone), heard(run)
+    records, micro_batches = run.of(StepDone), losses_of(run)
     assert [record.step for record in records] == [5, 10, 15]
     assert [record.train_time_s for record in records] == [0.3125, 0.625, 0.9375]
     seen = [0, *(record.samples_seen for record in records)]
     assert [record.samples_per_s for record in records] == [(b - a) / 0.3125 for a, b in itertools.pairwise(seen)]
-    told = [passes[:4], passes[4:9], passes[9:14]]
-    assert [record.loss for record in records] == pytest.approx([mean(steps) for steps in told])
+    logged = [micro_batches[:4], micro_batches[4:9], micro_batches[9:14]]
+    assert [record.loss for record in records] == pytest.approx([mean(steps) for steps in logged])
 
 
-def test_the_first_record_after_a_resume_tells_nothing_of_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", -1.0)
+def test_the_first_record_after_a_resume_has_nothing_of_the_steps_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(context, "_SECONDS_BETWEEN_RECORDS", -1.0)
 
     def on_step(run: Run, step: int) -> None:
         run.flag.signal_number = signal.SIGTERM if step == 1 else 0
 
-    run = prepare(task_class=Listening, on_step=on_step)
+    run = prepare(task_class=Recording, on_step=on_step)
     assert train(run.training).stopped_by == "signal"
     assert 0 < run.parts.state.progress.position < 40
     run.flag.signal_number = 0
     train(run.training)
-    first, _, *losses, _ = [mean([one]) for one in heard(run)]
+    first, _, *losses, _ = [mean([one]) for one in losses_of(run)]
     assert [record.loss for record in run.of(StepDone)] == pytest.approx([first, *losses])
 
 
@@ -260,7 +266,7 @@ class SteadyMean(Steady):
 
 
 class SteadySum(SteadyMean):
-    """The sum over samples, which is told as their mean."""
+    """The sum over samples, which is recorded as their mean."""
 
     loss_reduction = "sum"
 
@@ -269,24 +275,24 @@ class SteadySum(SteadyMean):
         return cross_entropy(model(x), y, reduction="sum")
 
 
-def _told(world: World, task: type[Task], flags: dict[str, Any]) -> tuple[list[float], list[float]]:
+def _recorded_losses(world: World, task: type[Task], flags: dict[str, Any]) -> tuple[list[float], list[float]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", -1.0)
+        patch.setattr(context, "_SECONDS_BETWEEN_RECORDS", -1.0)
         run = prepare(world=world, task_class=task, precision="fp64", base_lr=0.001, **flags)
         train(run.training)
     return [record.loss for record in run.of(StepDone)], [record.train_loss for record in run.of(EpochDone)]
 
 
 @pytest.mark.parametrize("task", [Steady, SteadyMean, SteadySum])
-def test_the_losses_that_are_told_are_those_of_all_workers(run_ranks: Ranks, task: type[Task]) -> None:
-    (expected,) = run_ranks(_told, 1, task, {})
+def test_the_losses_that_are_reported_are_those_of_all_workers(run_ranks: Ranks, task: type[Task]) -> None:
+    (expected,) = run_ranks(_recorded_losses, 1, task, {})
     for size, flags in ((3, {}), (2, {"accumulate": 2, "on_divergence": "ignore"})):
-        steps, epochs = run_ranks(_told, size, task, flags)[0]  # whose main worker has a few of the samples
+        steps, epochs = run_ranks(_recorded_losses, size, task, flags)[0]  # whose rank 0 has a few of the samples
         assert steps == pytest.approx(expected[0], rel=1e-12)
         assert epochs == pytest.approx(expected[1], rel=1e-12)
 
 
-def test_the_loss_of_an_epoch_is_a_mean_over_items_and_goes_on_over_a_stop() -> None:
+def test_the_loss_of_an_epoch_is_a_mean_over_items_and_continues_over_a_stop() -> None:
     """The mean of the steps' losses is another one where their items differ."""
 
     def on_step(run: Run, step: int) -> None:
@@ -444,7 +450,7 @@ def test_without_accuracy_the_epoch_of_the_lowest_loss_is_the_best_and_saved() -
     assert [step for step, *_ in run.saves] == [3, 6, 9, 12]  # three that were the best so far, and the end
 
 
-def test_speed_is_told_in_the_units_of_the_task() -> None:
+def test_speed_is_reported_in_the_units_of_the_task() -> None:
     class Words(Tiny):
         def facts(self) -> Any:
             return replace(super().facts(), unit="words", units_per_sample=7)
@@ -541,7 +547,7 @@ def test_an_epoch_whose_validation_was_done_anew_reports_what_it_would_have_repo
     assert (whole.train_loss, whole.validation) == (cut.train_loss, cut.validation)
 
 
-def test_an_epoch_whose_validation_was_done_anew_has_the_rate_of_its_last_step() -> None:
+def test_an_epoch_whose_validation_was_done_anew_has_the_learning_rate_of_its_last_step() -> None:
     whole, cut = _whole_and_cut()
     assert whole.learning_rate == cut.learning_rate
 
@@ -593,17 +599,17 @@ def test_an_interval_counts_what_came_since_the_one_before(monkeypatch: pytest.M
     assert watch.interval() == (100.0, 0.125)
 
 
-def test_energy_of_epochs_too_short_for_the_counters_is_told_together() -> None:
+def test_energy_of_epochs_too_short_for_the_counters_is_reported_together() -> None:
     desk = Desk()
     parts = build(World(alone(), torch.device("cpu")))
-    watch = TrainingClock(parts.world, parts.loader, parts.state.progress, parts.strategy, desk.keeper)
-    told = []
+    watch = TrainingClock(parts.world, parts.loader, parts.state.progress, parts.strategy, desk.recorder)
+    energies = []
     for _ in range(5):
         watch.start()
         desk.after(1.5, 300.0)
         watch.pause()
         figures = watch.end_of_epoch()
-        told.append((figures.energy_j, figures.power_w))
+        energies.append((figures.energy_j, figures.power_w))
     # Two boundaries of 200 W × 0.1 s are more than 5 % of 300 J and of 600 J, and not of 900 J.
-    assert told == [(None, None), (None, None), (900.0, 200.0), (None, None), (None, None)]
+    assert energies == [(None, None), (None, None), (900.0, 200.0), (None, None), (None, None)]
     assert [worker["rank"] for worker in figures.workers] == [0]

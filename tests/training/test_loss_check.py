@@ -1,4 +1,4 @@
-"""A loss whose result would depend on the number of workers or passes is refused at the start, and no other is."""
+"""A loss whose result would depend on the number of workers or micro-batches is refused, and no other is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.tasks.task import Task
 from stormo.training.loss_check import _compared, _Evaluation, check_loss_parts
-from tests.spread import Plain, Words
+from tests.sharded_models import Plain, Words
 from tests.tiny_run import build
 from tests.tiny_task import Tiny, TinyOptions
 
@@ -180,7 +180,7 @@ FLAGS = {"global_batch_size": 16}
 
 
 def _refusals(world: World, tasks: list[type[Task]], flags: Mapping[str, Any]) -> dict[str, str]:
-    """What each task is told, by its name."""
+    """The refusal of each task, by its name."""
     found = {}
     for task in tasks:
         parts = build(world, {"num_train": 40}, task_class=task, **{**FLAGS, **flags})
@@ -216,7 +216,7 @@ class TokenMean(Words):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "tensor", "pipeline", "server"])
-def test_models_that_are_spread_are_looked_at_by_all_workers_together(run_ranks: Ranks, strategy: str) -> None:
+def test_sharded_models_are_checked_by_all_workers_together(run_ranks: Ranks, strategy: str) -> None:
     flags = {"strategy": strategy, "accumulate": 2 if strategy == "tensor" else 1, "global_batch_size": 16}
     for result in run_ranks(_refusals, 2, [TokenMean, Words], flags):
         assert "(loss, count)" in result["TokenMean"]
@@ -260,14 +260,16 @@ def _error(world: World, task: type[FailsOnOne]) -> str:
         return str(error)
 
 
-def test_an_error_of_one_worker_of_a_model_that_is_spread_is_passed_by_before_the_model_and_ends_all_in_it(
+def test_an_error_of_one_worker_of_a_model_that_is_sharded_is_passed_by_before_the_model_and_ends_all_in_it(
     run_ranks: Ranks,
 ) -> None:
     assert run_ranks(_error, 2, FailsOnOne) == ["", ""]
     assert run_ranks(_error, 2, FailsInside) == ["in the model"] * 2
 
 
-def test_one_pass_of_one_worker_may_take_any_loss_and_so_may_workers_that_step_alone(run_ranks: Ranks) -> None:
+def test_one_micro_batch_of_one_worker_may_take_any_loss_and_so_may_local_updates(
+    run_ranks: Ranks,
+) -> None:
     assert set(run_ranks(_refusals, 1, list(WRONG), {})[0].values()) == {""}
     local = {"strategy": "local", "average_every": "1"}
     assert set(run_ranks(_refusals, 2, [Root], local)[0].values()) == {""}
@@ -282,7 +284,7 @@ def test_a_batch_of_one_sample_says_nothing(run_ranks: Ranks) -> None:
     assert run_ranks(_of_one_sample, 2)[0]["Root"] == ""
 
 
-def test_a_loss_of_the_batch_as_a_whole_is_told_of(run_ranks: Ranks) -> None:
+def test_a_loss_of_the_batch_as_a_whole_is_reported(run_ranks: Ranks) -> None:
     assert run_ranks(_notices, 2, Local)[0]
     assert not run_ranks(_notices, 2, Mean)[0]
 
@@ -323,7 +325,7 @@ def _odd_batches(world: World, task: type[Task], change: str) -> None:
     batch = next(parts.loader.first_and_last())
     time_first = [tensor[None].repeat_interleave(3, 0) for tensor in batch.data]
     data: Any = Opaque(batch.data) if change == "opaque" else time_first
-    check_loss_parts(parts.strategy, Batch(data, batch.span, is_ghost=False), 1)
+    check_loss_parts(parts.strategy, Batch(data, batch.span, is_padding=False), 1)
 
 
 def test_batches_that_cannot_be_cut_say_nothing(run_ranks: Ranks) -> None:
@@ -341,6 +343,11 @@ class Remembering(Mean):
         self.running = torch.zeros(2)
         self.metric = MeanMetric()
         self.teacher = nn.BatchNorm1d(8)
+        self.num_notes = 0
+        self.note = self._note  # a bound method, which changes this very task
+
+    def _note(self) -> None:
+        self.num_notes += 1
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, _ = batch
@@ -350,6 +357,7 @@ class Remembering(Mean):
         self.running += 1
         self.metric.update(loss.detach())
         self.teacher(x)
+        self.note()
         self.newest = loss.detach()
         return loss
 
@@ -373,7 +381,7 @@ def _remembered(world: World) -> None:
 
 def _books(task: Remembering) -> list[Any]:
     kept = [list(task.history), dict(task.by_size), task.running.tolist(), float(task.metric.compute()), task.num_calls]
-    return [*kept, id(task.newest), float(task.newest)]
+    return [*kept, id(task.newest), float(task.newest), task.num_notes]
 
 
 def test_looking_leaves_no_trace_in_the_task_nor_in_the_model(run_ranks: Ranks) -> None:

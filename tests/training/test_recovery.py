@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from stormo import checkpoint
-from stormo.data.iterables import IterableLoader
-from stormo.data.loaders import Share
+from stormo.data.loaders import IterableLoader, Share
 from stormo.telemetry.events import current_events, read_events
 from tests.commands.test_train import checkpoints, here, in_ranks, summary
 
@@ -27,7 +26,7 @@ ABSURD += ["--no-task.norm"]
 ROLLBACK = ["--on-divergence", "rollback", "--rollback-factor"]
 
 
-def test_two_workers_go_back_together_and_stop_with_what_happened(tmp_path: Path) -> None:
+def test_two_workers_roll_back_together_and_stop_with_what_happened(tmp_path: Path) -> None:
     once = [*ROLLBACK, "0.5", "--max-rollbacks", "1"]  # half of an absurd rate
     done = in_ranks(tmp_path, *ABSURD, *once, "--run-name", "one")
     run = tmp_path / "runs" / "one"
@@ -35,7 +34,6 @@ def test_two_workers_go_back_together_and_stop_with_what_happened(tmp_path: Path
     back, end = [line for line in done.stdout.splitlines() if line.startswith("Diverged at step ")]
     assert back.startswith("Diverged at step 4 (epoch 1): the training loss became ")
     assert back.endswith("Going back to step 1 with the learning rate × 0.5 (rollback 1 of 1).")
-    assert " at that step, in step 4 of 8 of warm-up). " in back
     assert end == [line for line in done.stdout.splitlines() if not line.startswith("Energy: ")][-1]
     assert " 1 rollback did not help. Try --base-lr 1.84467e+19, --clip-norm 1. " in end
     command = "stormo train --resume one --base-lr 1.84467e+19"
@@ -93,7 +91,7 @@ class Drawn(IterableDataset[Tensor]):
         return (torch.rand(3) for _ in range(40))
 
 
-def test_a_stream_is_read_again_from_where_a_rollback_goes_back_to() -> None:
+def test_a_stream_is_read_again_from_where_a_rollback_goes() -> None:
     def loader(num_processes: int) -> IterableLoader:
         share = Share(global_batch_size=16, accumulate=1, worker=0, num_workers=1)
         stream, device = Drawn(), torch.device("cpu")

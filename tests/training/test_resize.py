@@ -1,4 +1,4 @@
-"""A run that goes on with other workers, in the middle of an epoch: its batch is kept or scaled, its order kept."""
+"""A run that resumes with other workers, in the middle of an epoch: its batch is kept or scaled, its order kept."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from stormo.cli import main
 from stormo.config import options
 from stormo.config.layout import resolve_layout
-from stormo.config.plan import Facts, Plan, resolve
-from stormo.config.schema import Effective
+from stormo.config.plan import Facts, Plan, resolve, with_micro_batches
+from stormo.config.schema import ResolvedBatch
 from stormo.data.order import epoch_order
 from tests import programs
 
@@ -27,12 +27,12 @@ _FLAGS = "--device cpu --precision fp64 --deterministic --task.num-train 301 --t
 _FLAGS += "--target-accuracy 2 --epochs 2 --warmup-epochs 1.5 --decay cosine --no-tensorboard --batch-size 8 "
 _FLAGS += "--checkpoint-every 7 --keep-checkpoints 99"
 FACTS = Facts(num_train=60_000, num_validation=10_000, train_bytes=60_000 * 792)
-BEGAN = Effective(
+BEGAN = ResolvedBatch(
     global_batch_size=64, learning_rate=0.02, warmup_start=0.01, num_workers=2, batch_per_pass=32
 )  # as 2 workers with --batch-size 32 and --base-lr 0.01 begin
 
 
-def plan_of(num_workers: int, began: Effective = BEGAN, **flags: Any) -> Plan:
+def plan_of(num_workers: int, began: ResolvedBatch = BEGAN, **flags: Any) -> Plan:
     config = replace(options.make_config({"num_gpus": num_workers, **flags}, None), resumed=began)
     return resolve(config, resolve_layout(config, ()), FACTS)
 
@@ -49,13 +49,13 @@ def said(plan: Plan, label: str) -> str:
         (3, 1, "64 as before = 21 to 22 per worker × 3 workers × 1 accumulation; it began with 2 workers"),
     ],
 )
-def test_a_batch_that_is_kept_is_cut_into_passes_no_larger_than_at_the_start(
+def test_a_batch_that_is_kept_is_cut_into_micro_batches_no_larger_than_at_the_start(
     num_workers: int, accumulate: int, text: str
 ) -> None:
     plan = plan_of(num_workers)
     assert (plan.global_batch_size, plan.learning_rate, plan.accumulate) == (64, 0.02, accumulate)
     assert said(plan, "global batch") == text
-    assert plan.beginning == BEGAN
+    assert plan.initial == BEGAN
 
 
 @pytest.mark.parametrize(
@@ -66,28 +66,38 @@ def test_a_batch_that_is_kept_is_cut_into_passes_no_larger_than_at_the_start(
         ("none", 0.02, "0.02 as at the start (--lr-rule none)"),
     ],
 )
-def test_a_batch_that_is_scaled_follows_the_workers_and_the_rate_its_rule(rule: str, rate: float, text: str) -> None:
+def test_a_scaled_batch_follows_the_workers_and_the_learning_rate_its_rule(rule: str, rate: float, text: str) -> None:
     plan = plan_of(3, on_resize="scale", lr_rule=rule)
     assert (plan.global_batch_size, plan.warmup_start, plan.accumulate) == (96, 0.01, 1)
     assert plan.learning_rate == pytest.approx(rate, rel=1e-15)
     words = "96 = 64 × 3/2: 3 workers now, 2 at the start (--on-resize scale)"
     assert said(plan, "global batch") == words
     assert said(plan, "learning rate").startswith(text + "; warm-up from 0.01 over 5 epochs")
-    assert plan.beginning == BEGAN  # from which the next change is reckoned
+    assert plan.initial == BEGAN  # from which the next change is reckoned
+
+
+def test_the_micro_batches_that_were_found_are_named_for_a_scaled_batch() -> None:
+    before = plan_of(3, on_resize="scale", batch_size="auto")
+    text = "96 = 64 × 3/2: 3 workers now, 2 at the start (--on-resize scale)"
+    config = options.make_config({"num_gpus": 3, "batch_size": "auto"}, None)
+    plan = with_micro_batches(config, before, 2, "why", None)
+    assert said(plan, "global batch") == f"{text} = 2 micro-batches of 16 (auto: why) × 3 workers"
 
 
 @pytest.mark.parametrize(
     ("num_workers", "warmup_from", "start"),
     [(1, None, 0.01), (1, 1.0, 0.01), (8, 0.5, 0.04), (8, None, 0.015)],
 )
-def test_a_scaled_rate_is_never_warmed_up_from_above(num_workers: int, warmup_from: float | None, start: float) -> None:
+def test_warm_up_never_starts_above_a_scaled_learning_rate(
+    num_workers: int, warmup_from: float | None, start: float
+) -> None:
     began = replace(BEGAN, warmup_start=0.015 if warmup_from is None else 0.02 * warmup_from)
     plan = plan_of(num_workers, began, on_resize="scale", warmup_from=warmup_from)
     assert plan.learning_rate == pytest.approx(0.01 * num_workers)
     assert plan.warmup_start == pytest.approx(start)
 
 
-def test_a_run_goes_on_with_fewer_workers_from_the_middle_of_an_epoch(
+def test_a_run_resumes_with_fewer_workers_from_the_middle_of_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -96,13 +106,13 @@ def test_a_run_goes_on_with_fewer_workers_from_the_middle_of_an_epoch(
     whole, weights = _summary("kept"), _weights("kept")
     shutil.copytree("runs/kept", "runs/scaled")
 
-    _go_on("kept")
+    _resume("kept")
     kept = _summary("kept")
     assert (kept["steps"], kept["sample_order_sha256"]) == (whole["steps"], whole["sample_order_sha256"])
     for name, tensor in _weights("kept").items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-11, atol=1e-13)
 
-    _go_on("scaled", "--on-resize", "scale", "--checkpoint-every", "0.5ep")
+    _resume("scaled", "--on-resize", "scale", "--checkpoint-every", "0.5ep")
     assert "global batch   8 = 16 × 1/2: 1 worker now, 2 at the start" in capsys.readouterr().out
     scaled = _summary("scaled")
     chain, num_steps = b"", 0
@@ -123,7 +133,7 @@ def _linked(chain: bytes, batch: torch.Tensor) -> bytes:
     return link.digest()
 
 
-def _go_on(name: str, *flags: str) -> None:
+def _resume(name: str, *flags: str) -> None:
     torch.set_default_dtype(torch.float32)  # as in a process of its own
     found = f"runs/{name}/checkpoints/step-00000007"
     assert main(["train", "--resume", found, "--num-gpus", "1", "--device", "cpu", *flags]) == 0

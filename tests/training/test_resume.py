@@ -1,4 +1,4 @@
-"""A run that is told something else than it had: what is said, what is refused, and what its batch and rate become."""
+"""A resume with other settings: what is shown, what is refused, and what batch and learning rate become."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from stormo.config import options
+from stormo.config import options, toml
 from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve
-from stormo.config.schema import SECTIONS, Effective
+from stormo.config.schema import SECTIONS, ResolvedBatch
 from stormo.errors import SettingError
 from stormo.tasks.find import find_task
-from stormo.training.resume import REFUSED, SAID
+from stormo.training.resume import REFUSED, SHOWN
 from stormo.training.settings import read_settings
 
 TASK = Path(__file__).parents[1] / "tiny_task.py"
@@ -35,7 +35,7 @@ def _planned(words: str, num_workers: int, facts: Facts = FACTS) -> Plan:
     plan = resolve(config, resolve_layout(config, ()), facts)
     folder = Path("runs") / str(config.run.run_name)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(options.to_toml(config, plan.beginning), encoding="utf-8")
+    (folder / "config.toml").write_text(toml.to_toml(config, plan.initial), encoding="utf-8")
     assert task_class.name == "tiny"
     return plan
 
@@ -62,7 +62,7 @@ def _said(plan: Plan, label: str) -> str | None:
         ("--beta2 0.9", 0.4, 0.2, "0.4 as before; warm-up from 0.2 over "),
     ],
 )
-def test_another_rate_leaves_the_batch_alone_whatever_the_workers(
+def test_another_learning_rate_leaves_the_batch_alone_whatever_the_workers(
     words: str, rate: float, start: float, text: str
 ) -> None:
     _begin("--batch-size 32 --base-lr 0.2 --optimizer adamw")
@@ -86,10 +86,10 @@ def test_a_warm_up_that_is_set_later_starts_where_it_would_have_started() -> Non
 def test_another_batch_is_reckoned_as_that_of_a_new_run_on_the_same_data() -> None:
     _begin("--batch-size 32 --base-lr 0.2")
     plan = _resume("--batch-size 16", num_workers=3)
-    assert (plan.global_batch_size, plan.beginning.num_workers) == (48, 3)
+    assert (plan.global_batch_size, plan.initial.num_workers) == (48, 3)
     assert _said(plan, "global batch") == "48 = 16 per worker × 3 workers × 1 accumulation; 64 before"
     assert str(_said(plan, "learning rate")).startswith("0.6 = 0.2 × 3 (linear); 0.4 before; ")
-    with pytest.raises(SettingError, match="trained on data of SHA-256 a1 was to go on, but the data here"):
+    with pytest.raises(SettingError, match="trained on data of SHA-256 a1 was to resume, but the data here"):
         _resume("--batch-size 8", facts=replace(FACTS, data_sha256="b2"))
 
 
@@ -99,22 +99,22 @@ def test_a_batch_of_all_workers_is_not_changed_by_that_of_one() -> None:
         _resume("--batch-size 32", num_workers=1)
     assert str(refused.value) == (
         "--batch-size 32 was set for a run whose global batch is 64, but 32 per worker × 1 worker × 1 accumulation "
-        "makes 32; set --accumulate to cut that batch otherwise, or --global-batch-size to change it."
+        "makes 32; set --accumulate, or --global-batch-size to change the batch."
     )
     both = _resume("--batch-size 32 --global-batch-size 64", num_workers=1)  # as a restarted job may say it
     assert (both.global_batch_size, _said(both, "changed")) == (64, None)
 
 
-def test_passes_that_the_user_changes_are_as_large_as_that_makes_them_from_then_on() -> None:
+def test_micro_batches_that_the_user_changes_are_as_large_as_that_makes_them_from_then_on() -> None:
     _begin("--batch-size 32 --accumulate 2")
-    assert _resume(num_workers=1).accumulate == 4  # no pass larger than at the start
+    assert _resume(num_workers=1).accumulate == 4  # no micro-batch larger than at the start
     plan = _resume("--accumulate 1", num_workers=1)
     assert (plan.global_batch_size, plan.accumulate, _said(plan, "changed")) == (128, 1, "--accumulate 1 (2 before)")
     again = _resume(num_workers=1)
-    assert (again.accumulate, again.beginning.num_workers, again.beginning.batch_per_pass) == (1, 2, 128)
+    assert (again.accumulate, again.initial.num_workers, again.initial.batch_per_pass) == (1, 2, 128)
 
 
-def test_a_rate_rests_on_the_batch_at_the_start_also_after_a_search() -> None:
+def test_a_learning_rate_rests_on_the_batch_at_the_start_also_after_a_search() -> None:
     _begin("--batch-size 128 --base-lr 0.2")
     assert _resume("--batch-size auto").learning_rate == 0.4
     again = _resume("--base-lr 0.1")
@@ -150,7 +150,7 @@ def test_a_task_is_the_same_by_any_path_to_its_file() -> None:
         read_settings(["another_task.py", "--resume", "old"])
 
 
-def test_a_task_that_was_not_clipped_is_told_so_whatever_its_defaults_are_by_now(
+def test_a_task_that_was_not_clipped_is_reported_so_whatever_its_defaults_are_by_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _begin()
@@ -161,7 +161,7 @@ def test_a_task_that_was_not_clipped_is_told_so_whatever_its_defaults_are_by_now
     assert str(change) == "--clip-norm 1.0 (not set before)"
 
 
-def test_a_run_goes_on_in_its_own_folder_however_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_in_its_own_folder_however_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _begin()
     place = (tmp_path / "runs").resolve()
     Path("link").symlink_to(tmp_path / "runs" / "old")
@@ -179,22 +179,22 @@ def test_a_run_goes_on_in_its_own_folder_however_it_was_named(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("words", "spread", "changed"),
+    ("words", "strategy", "changed"),
     [
-        ("", "2 of them, which step a part of the weights each; at most 2 steps ahead", None),
-        ("--strategy server", "2 of them, which step a part of the weights each; at most 2 steps ahead", None),
+        ("", "2 of them, which step a shard of the weights each; at most 2 steps ahead", None),
+        ("--strategy server", "2 of them, which step a shard of the weights each; at most 2 steps ahead", None),
         ("--strategy server --servers 1", "one of them, which steps; at most 2 steps ahead", None),
-        ("--staleness 0", "2 of them, which step a part of the weights each; synchronous", "--staleness 0 (2 before)"),
+        ("--staleness 0", "2 of them, which step a shard of the weights each; synchronous", "--staleness 0 (2 before)"),
         ("--strategy ddp", "ddp: as set", "--strategy ddp (server before), --staleness 0 (2 before)"),
         ("--mesh shard=2", "mesh: shard=2, as set", "--mesh shard=2 (not set before), --staleness 0 (2 before)"),
     ],
 )
-def test_servers_stay_as_they_were_and_the_end_of_stale_ones_is_said(
-    words: str, spread: str, changed: str | None
+def test_servers_stay_as_they_were_and_the_end_of_stale_ones_is_shown(
+    words: str, strategy: str, changed: str | None
 ) -> None:
     _begin("--strategy server --servers 2 --staleness 2")
     plan = _resume(words)
-    assert spread in (_said(plan, "strategy") or "")
+    assert strategy in (_said(plan, "strategy") or "")
     assert _said(plan, "changed") == changed
 
 
@@ -203,13 +203,13 @@ def test_servers_stay_as_they_were_and_the_end_of_stale_ones_is_said(
     [
         ("", "two matrices of rank 2", None),
         ("--strategy ddp --compress powersgd", "two matrices of rank 2", None),
-        ("--compress bf16", "gradients travel as bf16", "--compress bf16 (powersgd before)"),
+        ("--compress bf16", "gradients are sent as bf16", "--compress bf16 (powersgd before)"),
         ("--compress none", None, "--compress none (powersgd before)"),
         ("--strategy fsdp", None, "--strategy fsdp (auto before), --compress none (powersgd before)"),
         ("--mesh replicate=2", "two matrices of rank 2", None),
     ],
 )
-def test_gradients_travel_as_they_did_and_another_way_is_said(
+def test_gradients_travel_as_they_did_and_another_way_is_shown(
     words: str, compression: str | None, changed: str | None
 ) -> None:
     _begin("--compress powersgd --compress-rank 2")
@@ -247,7 +247,7 @@ _PLACE = ("run_name", "runs_folder", "resume", "config")  # they say which run, 
 
 def test_every_setting_has_one_row() -> None:
     declared = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
-    rows = [*REFUSED, *SAID, *FREE]
+    rows = [*REFUSED, *SHOWN, *FREE]
     assert len(rows) == len(set(rows))
     assert set(rows) == declared | {"task"}
 
@@ -272,10 +272,12 @@ def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run named old, all by default, in the runs of the working folder."""
     monkeypatch.chdir(tmp_path)
     config = options.make_config({}, find_task("fashion-mnist").Options)
-    effect = Effective(global_batch_size=64, learning_rate=0.02, warmup_start=0.01, num_workers=2, batch_per_pass=32)
+    effect = ResolvedBatch(
+        global_batch_size=64, learning_rate=0.02, warmup_start=0.01, num_workers=2, batch_per_pass=32
+    )
     run = tmp_path / "runs" / "old"
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(options.to_toml(config, effect), encoding="utf-8")
+    (run / "config.toml").write_text(toml.to_toml(config, effect), encoding="utf-8")
     return run
 
 
@@ -294,7 +296,7 @@ def test_every_setting_does_what_its_row_says(old_run: Path) -> None:
             continue
         config, _ = read_settings(words)
         assert getattr(getattr(config, one.section), one.name) == value
-        assert [change.key for change in config.changed] == ([one.name] if one.name in SAID else [])
+        assert [change.key for change in config.changed] == ([one.name] if one.name in SHOWN else [])
 
 
 def test_what_the_run_has_already_is_no_change(old_run: Path) -> None:
@@ -303,11 +305,12 @@ def test_what_the_run_has_already_is_no_change(old_run: Path) -> None:
     assert read_settings(["--resume", "old", *words])[0].changed == ()
 
 
-def test_the_page_lists_what_is_refused_and_what_is_said() -> None:
+def test_the_page_lists_what_is_refused_and_what_is_shown() -> None:
     text = PAGE.read_text(encoding="utf-8")
     flags = {one.name: one.flag for one in EVERY}
-    for row, names in (("refused", REFUSED), ("taken, and said", SAID)):
+    for row, names in (("refused", REFUSED), ("accepted and reported", SHOWN)):
         (cells,) = re.findall(rf"^\| {row} \|(.*)$", text, re.MULTILINE)
         listed = set(re.findall(r"`(--[\w-]+)[`.]", cells))
-        others = {"--task", "--precision"} if row == "refused" else set()  # of which a part is refused
+        # Of these only a part is refused, or reported.
+        others = {"--task", "--precision"} if row == "refused" else {"--strategy", "--mesh"}
         assert listed - others == {flags[name] for name in names if name != "task"}, row

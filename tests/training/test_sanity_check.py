@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.training.progress import Progress
-from stormo.training.sanity_check import Steps, _leaves_one, check_lone_samples, sanity_check
+from stormo.training.sanity_check import Steps, _has_single_sample, check_single_samples, sanity_check
+from stormo.training.state import Progress
 from stormo.training.validation import Validation
 from tests.commands.test_train import TASK, here, in_ranks, summary
 from tests.tiny_run import Parts, assert_same_bits, build, steps, whole_state
@@ -67,7 +67,7 @@ def test_a_sanity_check_leaves_no_trace(run_ranks: Ranks, size: int, every_shape
     run_ranks(_leaves_no_trace, size, every_shape)
 
 
-def _num_passes(world: World) -> list[int]:
+def _num_micro_batches(world: World) -> list[int]:
     counts = []
     for every_shape in (False, True):
         parts = build(world, {"num_train": 40}, global_batch_size=16)
@@ -77,32 +77,32 @@ def _num_passes(world: World) -> list[int]:
     return counts
 
 
-def test_one_pass_is_enough_where_nothing_has_to_be_made_ready(run_ranks: Ranks) -> None:
-    assert run_ranks(_num_passes, 1) == [[1, 2]]
+def test_one_micro_batch_is_enough_where_nothing_has_to_be_made_ready(run_ranks: Ranks) -> None:
+    assert run_ranks(_num_micro_batches, 1) == [[1, 2]]
 
 
-def _passes_for_lone_samples(world: World, num_train: int) -> list[int]:
+def _micro_batches_for_single_samples(world: World, num_train: int) -> list[int]:
     counts = []
     for every_shape in (False, True):
         parts = build(world, {"num_train": num_train, "norm": False}, global_batch_size=16)
         checked = _check(parts, every_shape=every_shape)
         assert isinstance(parts.task, Tiny)
         before = parts.task.num_calls
-        check_lone_samples(parts.strategy, parts.loader, parts.plan, Progress(), checked)
+        check_single_samples(parts.strategy, parts.loader, parts.plan, Progress(), checked)
         counts.append(parts.task.num_calls - before)
     return counts
 
 
 def test_a_step_that_leaves_a_single_sample_is_run_once_and_no_other_is_for_it(run_ranks: Ranks) -> None:
-    assert run_ranks(_passes_for_lone_samples, 1, 40) == [[0, 0]]
-    assert run_ranks(_passes_for_lone_samples, 1, 33) == [[1, 0]]
-    assert run_ranks(_passes_for_lone_samples, 2, 35) == [[1, 0]] * 2
+    assert run_ranks(_micro_batches_for_single_samples, 1, 40) == [[0, 0]]
+    assert run_ranks(_micro_batches_for_single_samples, 1, 33) == [[1, 0]]
+    assert run_ranks(_micro_batches_for_single_samples, 2, 35) == [[1, 0]] * 2
 
 
 def test_a_device_that_gets_one_sample_is_foreseen() -> None:
     def found(num_samples: int, accumulate: int = 1, *, workers: int = 1, devices: int = 1, parts: int = 1) -> bool:
         layout = SimpleNamespace(data_size=workers, devices_per_worker=devices)
-        return _leaves_one(SimpleNamespace(layout=layout, micro_batches=parts), num_samples, accumulate)  # type: ignore[arg-type]
+        return _has_single_sample(SimpleNamespace(layout=layout, micro_batches=parts), num_samples, accumulate)  # type: ignore[arg-type]
 
     assert [size for size in range(1, 9) if found(size)] == [1]
     assert [size for size in range(1, 9) if found(size, 2)] == [1, 2, 3]
@@ -114,7 +114,7 @@ def test_a_device_that_gets_one_sample_is_foreseen() -> None:
 
 
 class TwoHeads(nn.Module):
-    """One of its heads is never used, and a buffer appears in the first pass."""
+    """One of its heads is never used, and a buffer appears in the first micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def _notices_of_nan(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_loss_that_is_not_finite_is_warned_of_on_the_main_worker(run_ranks: Ranks, size: int) -> None:
+def test_a_loss_that_is_not_finite_is_warned_of_on_rank_0(run_ranks: Ranks, size: int) -> None:
     for notices in run_ranks(_notices_of_nan, size):
         assert [text.partition(":")[0] for text in notices] == [
             "NotANumber.loss() returned a number that is not finite in the very first batch"
@@ -239,7 +239,7 @@ def test_a_first_loss_that_is_not_finite_is_refused_by_all_workers(run_ranks: Ra
 
 
 class Failing(Tiny):
-    """Raises what it is told to."""
+    """Raises its error."""
 
     error: Exception = ValueError()
 
@@ -260,7 +260,7 @@ def _failing(world: World, error: Exception) -> tuple[str, str]:
     [ValueError("the same device"), RuntimeError("boom"), AttributeError("'Net' object has no attribute 'x'")],
     ids=["ValueError", "RuntimeError", "AttributeError"],
 )
-def test_an_error_of_the_users_own_stays_as_it_is(run_ranks: Ranks, error: Exception) -> None:
+def test_an_error_of_the_users_own_is_unchanged(run_ranks: Ranks, error: Exception) -> None:
     assert run_ranks(_failing, 1, error) == [(type(error).__name__, str(error))]
 
 
@@ -341,7 +341,7 @@ def test_a_pass_that_does_not_fit_is_a_setting_that_cannot_hold(
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_the_worker_that_runs_out_is_heard_and_ends_the_job(tmp_path: Path) -> None:
+def test_the_worker_that_runs_out_is_noticed_and_ends_the_job(tmp_path: Path) -> None:
     flags = ["--batch-size", "32", "--checkpoint-activations", "--run-name", "one"]
     done = in_ranks(tmp_path, *flags, TINY_MEMORY="1 20")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""A run that is saved and put back is the run that was never stopped; and another number of workers can take it."""
+"""A run that is saved and restored is the run that was never stopped; another number of workers can restore it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _save(parts: Parts, folder: str) -> str | None:
     assert (snapshot is None) is not parts.world.is_main
     if snapshot is None:
         return None
-    saving = checkpoint.RetentionPolicy(step=parts.state.progress.step, identity="x", keep_last=9)
-    saved = checkpoint.save(folder, snapshot, saving)
+    policy = checkpoint.RetentionPolicy(step=parts.state.progress.step, identity="x", keep_last=9)
+    saved = checkpoint.save(folder, snapshot, policy)
     return str(saved.path)
 
 
@@ -66,17 +66,17 @@ def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any], saved_a
     return end, whole_state(resumed), losses, losses_again
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("flags", "saved_at"),
+    ("size", "flags", "saved_at"),
     [
-        ({}, 2),  # in the middle of epoch 1, whose last batch is short
-        ({}, 3),  # at its end
-        ({"optimizer": "adamw", "clip_norm": 0.5, "sync_batch_norm": True}, 4),
-        ({"precision": "fp16"}, 2),
-        ({}, 0),  # before the first step: there is no state in the optimizer yet
+        (1, {}, 2),  # in the middle of epoch 1, whose last batch is short
+        (3, {}, 2),
+        (2, {}, 3),  # at its end
+        (1, {"optimizer": "adamw", "clip_norm": 0.5, "sync_batch_norm": True}, 4),
+        (3, {"optimizer": "adamw", "clip_norm": 0.5, "sync_batch_norm": True}, 4),
+        (2, {"precision": "fp16"}, 2),
+        (2, {}, 0),  # before the first step: there is no state in the optimizer yet
     ],
-    ids=["in an epoch", "end of epoch", "adamw", "fp16", "at the start"],
 )
 def test_a_resumed_run_is_the_whole_run_to_the_last_bit(
     run_ranks: Ranks, tmp_path: Path, size: int, flags: dict[str, Any], saved_at: int
@@ -103,7 +103,7 @@ def _restored(world: World, path: str, flags: dict[str, Any], options: dict[str,
     return state, losses, arrays(parts.strategy.module.named_parameters()), parts.state.progress.to_json()
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (1, 4)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 4)])
 def test_another_number_of_workers_takes_weights_optimizer_loss_and_mean_statistics(
     run_ranks: Ranks, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -123,12 +123,12 @@ def test_another_number_of_workers_takes_weights_optimizer_loss_and_mean_statist
     total = sum(state["loss_sum"] for state in states)
     assert sum(state["loss_sum"] for state in restored) == pytest.approx(total, rel=1e-12)
     generators = [state["torch_rng"].tobytes() for state in restored]
-    assert len(set(generators)) == after  # every worker has a dropout of its own,
+    assert len(set(generators)) == after  # every worker draws its own dropout,
     again = [state["torch_rng"].tobytes() for state, *_ in run_ranks(_restored, after, path, FLAGS, OPTIONS, 0)]
-    assert again == generators  # and the same one whenever this checkpoint is taken up
+    assert again == generators  # and the same one whenever this checkpoint is restored
 
 
-def test_in_exact_arithmetic_another_number_of_workers_goes_on_as_if_nothing_had_happened(
+def test_in_exact_arithmetic_another_number_of_workers_resumes_as_if_nothing_had_happened(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"num_train": 37, "dropout": 0.0, "jitter": True}
@@ -157,7 +157,7 @@ def _with_constant(world: World, folder: str, flags: dict[str, Any], is_changed:
     steps(parts, 1)
     if is_changed:
         dict(parts.strategy.named_buffers())["table"].add_(1 + world.rank)
-    path = _save_spread(parts, folder)
+    path = _save_sharded(parts, folder)
     again = build(world, {"num_train": 40}, task_class=WithConstant, **flags)
     again.state.restore(world, Path(path), SEED)
     return arrays(parts.strategy.named_buffers()), arrays(again.strategy.named_buffers()), path
@@ -180,13 +180,13 @@ def test_buffers_that_all_workers_have_alike_are_stored_once_and_others_by_each_
         assert stored == {f"{rank}/buffer/{name}" for rank in range(2) for name in names}
 
 
-def _save_spread(parts: Parts, folder: str) -> str:
+def _save_sharded(parts: Parts, folder: str) -> str:
     """As a run saves it; the path on all workers."""
     world, saver = parts.world, checkpoint.Saver(parts.world, in_background=False)
     step = parts.state.progress.step
-    saving = checkpoint.RetentionPolicy(step=step, identity="x", keep_last=9, keep_best=0, metric=None)
-    saver.begin(parts.state.content(world, SEED), Path(folder) if world.is_main else None, saving)
-    saver.settle()
+    policy = checkpoint.RetentionPolicy(step=step, identity="x", keep_last=9, keep_best=0, metric=None)
+    saver.begin(parts.state.content(world, SEED), Path(folder) if world.is_main else None, policy)
+    saver.wait()
     done = saver.finished()
     path: str = world.broadcast_object(str(done.saved.path) if done is not None else None)
     return path
@@ -196,18 +196,18 @@ def _held(parts: Parts) -> dict[str, Any]:
     """Everything of this worker that must be the same to the last bit in two runs that are one."""
     strategy = parts.strategy
     found: dict[str, Any] = {}
-    for part in strategy.parts():
+    for part in strategy.shards():
         state = {key: t for key, t in strategy.optimizer.state.get(part.local, {}).items() if t is not None}
         found |= {f"{part.name}{part.offset}{key}": t for key, t in {"": part.local, **state}.items()}
     found |= dict(strategy.named_buffers())
     return {**arrays(found.items()), "loss_sum": float(parts.state.loss_sum), "rng": torch.get_rng_state().numpy()}
 
 
-def _spread_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+def _sharded_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     whole = build(world, OPTIONS, **flags)
     whole.strategy.warm_up(whole.loader)
     steps(whole, 2)
-    path = _save_spread(whole, folder)
+    path = _save_sharded(whole, folder)
     losses = steps(whole, 3)
     end = _held(whole)
     torch.manual_seed(99)
@@ -227,30 +227,30 @@ def _spread_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tup
     ],
     ids=str,
 )
-def test_a_spread_run_that_is_resumed_by_its_mesh_is_the_whole_run_to_the_last_bit(
+def test_a_sharded_run_that_is_resumed_by_its_mesh_is_the_whole_run_to_the_last_bit(
     run_ranks: Ranks, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
-    for end, losses, losses_again, end_again in run_ranks(_spread_and_resumed, 2, str(tmp_path), FLAGS | flags):
+    for end, losses, losses_again, end_again in run_ranks(_sharded_and_resumed, 2, str(tmp_path), FLAGS | flags):
         assert losses == losses_again
         assert_same_bits(end, end_again)
 
 
-def _goes_on(world: World, folder: str, path: str, flags: dict[str, Any], num: int) -> tuple[str, list[float]]:
+def _continued(world: World, folder: str, path: str, flags: dict[str, Any], num: int) -> tuple[str, list[float]]:
     """From a checkpoint, or from the beginning, for some steps; what was reached is saved."""
     parts = build(world, {"num_train": 37, "dropout": 0.0, "jitter": True}, **flags)
     parts.strategy.warm_up(parts.loader)
     if path:
         parts.state.restore(world, Path(path), SEED)
     losses = steps(parts, num)
-    return _save_spread(parts, folder), losses
+    return _save_sharded(parts, folder), losses
 
 
-def test_in_exact_arithmetic_one_mesh_after_the_other_goes_on_as_one_process(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_in_exact_arithmetic_one_mesh_after_the_other_resumes_as_one_process(run_ranks: Ranks, tmp_path: Path) -> None:
     flags: dict[str, Any] = {"precision": "fp64", "sync_batch_norm": True, "global_batch_size": 16}
-    ((whole, _),) = run_ranks(_goes_on, 1, str(tmp_path / "whole"), "", flags, 10)
+    ((whole, _),) = run_ranks(_continued, 1, str(tmp_path / "whole"), "", flags, 10)
     path = ""
     for size, strategy in ((2, "ddp"), (3, "server"), (3, "fsdp"), (2, "zero2"), (1, "single")):
-        path, _ = run_ranks(_goes_on, size, str(tmp_path / strategy), path, {**flags, "strategy": strategy}, 2)[0]
+        path, _ = run_ranks(_continued, size, str(tmp_path / strategy), path, {**flags, "strategy": strategy}, 2)[0]
     reached, expected = checkpoint.load(path), checkpoint.load(whole)
     assert reached.state["progress"]["sample_order_sha256"] == expected.state["progress"]["sample_order_sha256"]
     for section in ("model", "optimizer"):

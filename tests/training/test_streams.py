@@ -19,16 +19,14 @@ import torch.distributed as dist
 from stormo.config import options
 from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
-from stormo.data.iterables import IterableLoader
-from stormo.data.loaders import Share
+from stormo.data.loaders import IterableLoader, Share
 from stormo.data.order import derive_seed, epoch_order
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.parallel.table import strategy_class
-from stormo.training.progress import Progress
 from stormo.training.sanity_check import check_streams
-from stormo.training.state import RunState
+from stormo.training.state import Progress, RunState
 from stormo.training.trainer import make_batch, make_loader
 from stormo.training.validation import Validation
 from tests import programs
@@ -73,8 +71,7 @@ def _train(world: World, task_options: dict[str, Any], flags: dict[str, Any], nu
     return {"losses": np.array(losses), **whole_state(parts)}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("size", "accumulate"), [(1, 2), (2, 1), (3, 2)])
 def test_a_stream_trains_as_the_same_samples_by_their_index_to_the_last_bit(
     run_ranks: Ranks, size: int, accumulate: int
 ) -> None:
@@ -88,11 +85,10 @@ def test_a_stream_trains_as_the_same_samples_by_their_index_to_the_last_bit(
             np.testing.assert_allclose(ours[name], expected[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_stream_without_a_length_trains_the_same_on_any_number_of_ranks(run_ranks: Ranks, size: int) -> None:
+def test_a_stream_without_a_length_trains_the_same_on_any_number_of_ranks(run_ranks: Ranks) -> None:
     task_options, flags = {"says_length": False}, {"epoch_samples": 21}
     (expected,) = run_ranks(_train, 1, task_options, flags, 9)  # 16, 5: four epochs over 84 of 37 samples a pass
-    for ranked in run_ranks(_train, size, task_options, flags, 9):
+    for ranked in run_ranks(_train, 3, task_options, flags, 9):
         for name in ("losses", "0.weight", "2.bias"):
             np.testing.assert_allclose(ranked[name], expected[name], rtol=1e-12, atol=1e-12)
 
@@ -111,11 +107,10 @@ def _whole_and_resumed(world: World, task_options: dict[str, Any], flags: dict[s
     return whole_state(whole), whole_state(resumed)
 
 
-@pytest.mark.parametrize("at", [1, 4, 5])
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_run_resumed_in_the_middle_of_a_stream_is_the_whole_run(run_ranks: Ranks, at: int, goes_on: bool) -> None:
-    task_options: dict[str, Any] = {"says_length": not goes_on, "own_optimizer": True}
-    flags = {"epoch_samples": 30} if goes_on else {}
+@pytest.mark.parametrize(("at", "has_length"), [(1, True), (5, True), (4, False)])
+def test_a_run_resumed_in_the_middle_of_a_stream_is_the_whole_run(run_ranks: Ranks, at: int, has_length: bool) -> None:
+    task_options: dict[str, Any] = {"says_length": has_length, "own_optimizer": True}
+    flags = {} if has_length else {"epoch_samples": 30}
     for whole, resumed in run_ranks(_whole_and_resumed, 2, task_options, flags, at):
         assert_same_bits(whole, resumed)
 
@@ -143,26 +138,30 @@ def _validate(world: World, task_options: dict[str, Any], batch_size: int, epoch
     return found
 
 
-@pytest.mark.parametrize("kind", [{"is_map": True}, {}, {"says_length": False}], ids=["map", "length", "no length"])
+MAP, STREAM, NO_LENGTH = {"is_map": True}, dict[str, bool](), {"says_length": False}
+
+
 @pytest.mark.parametrize(
-    ("size", "num_validation", "batch_size"),
+    ("size", "num_validation", "kinds"),
     [
-        pytest.param(1, 101, 10, id="alone"),
-        pytest.param(3, 101, 10, id="uneven batches"),  # 4, 4 and 3 of them, the last one with a single sample
-        pytest.param(3, 15, 10, id="a rank without a batch"),
-        pytest.param(3, 60, 10, id="even batches"),
+        pytest.param(1, 101, [STREAM], id="alone"),
+        pytest.param(3, 101, [MAP, STREAM], id="uneven batches"),  # 4, 4 and 3, the last one with a single sample
+        pytest.param(3, 15, [MAP, NO_LENGTH], id="a rank without a batch"),
+        pytest.param(3, 60, [STREAM, NO_LENGTH], id="even batches"),
     ],
 )
 def test_every_metric_is_that_of_all_samples_on_any_number_of_ranks(
-    run_ranks: Ranks, kind: dict[str, Any], size: int, num_validation: int, batch_size: int
+    run_ranks: Ranks, size: int, num_validation: int, kinds: list[dict[str, bool]]
 ) -> None:
+    batch_size = 10
     task_options = {"num_validation": num_validation}
     world = World(alone(), torch.device("cpu"))
     expected = _validate(world, {"is_map": True, **task_options}, batch_size)
     # All samples as one batch: what the metrics are by definition.
     by_definition = _validate(world, {"is_map": True, **task_options}, num_validation)
     assert expected[0] != expected[1]
-    for ranked in run_ranks(_validate, size, {**kind, **task_options}, batch_size):
+    results = [one for kind in kinds for one in run_ranks(_validate, size, {**kind, **task_options}, batch_size)]
+    for ranked in results:
         for metrics, exact, one in zip(ranked, expected, by_definition, strict=True):
             assert sorted(metrics) == ["accuracy", "auroc", "f1", "loss"]
             assert (metrics["loss"], metrics["accuracy"]) == (exact["loss"], exact["accuracy"])  # to the last bit
@@ -203,10 +202,10 @@ def _rates(world: World) -> Any:
         strategy.step(rate)
         seen.append([group["lr"] for group in strategy.optimizer.param_groups])
     steps(parts, 3)
-    return seen, strategy.rate_factor, strategy.notices, arrays(strategy.module.named_parameters())
+    return seen, strategy.lr_factor, strategy.notices, arrays(strategy.module.named_parameters())
 
 
-def test_an_optimizer_of_its_own_keeps_the_ratio_of_its_rates(run_ranks: Ranks) -> None:
+def test_an_own_optimizer_keeps_the_ratio_of_its_rates(run_ranks: Ranks) -> None:
     (alone_run,) = run_ranks(_rates, 1)
     for seen, factor, notices, weights in run_ranks(_rates, 2):
         assert seen == [[0.004, pytest.approx(0.001)], [0.0, 0.0]]
@@ -228,8 +227,8 @@ def test_a_stream_trains_by_the_command_with_an_optimizer_and_metrics_of_its_own
     own = ["--task.own-optimizer", "--warmup-epochs", "0", "--run-name", "whole", "--no-task.says-length"]
     done = programs.run(["-m", "stormo", "train", task, *settings, *own], tmp_path, 2)
     assert done.returncode == 0, done.stderr
-    assert "a stream in its own order; every worker reads it, by one loading process" in done.stdout
-    assert "150 samples are an epoch, and the next one goes on from there" in done.stdout
+    assert "a stream in its own order; every worker reads it with one loader process" in done.stdout
+    assert "an epoch is 150 samples, and the next one continues there" in done.stdout
     rate = "learning rate  of the task's optimizer() × 2 (linear)\n"
     assert f"\noptimizer      the task's own Adam\n{rate}" in done.stdout
     assert "\nown_rate_factor = 2.0\n" in (tmp_path / "runs/whole/config.toml").read_text()

@@ -66,7 +66,7 @@ def test_1001_samples_give_the_same_bits_on_any_number_of_ranks(run_ranks: Ranks
         assert num_rounds == math.ceil(11 / size)
 
 
-def test_fewer_batches_than_ranks_leave_some_without_work_and_the_result_as_it_is(run_ranks: Ranks) -> None:
+def test_fewer_batches_than_ranks_leave_some_without_work_and_the_result_unchanged(run_ranks: Ranks) -> None:
     expected, _, num_batches = _alone(150, 100)
     assert num_batches == 2
     assert [result for result, _, _ in run_ranks(_validate, 4, 150, 100)] == [expected] * 4

@@ -3,19 +3,18 @@
 Pure functions of numbers; every check of a user's settings is here, so that it fails before any process starts.
 """
 
-from stormo.config.plan.batch import no_validation_samples, num_ghosts
-from stormo.config.plan.facts import Facts
-from stormo.config.plan.layers import with_layers
-from stormo.config.plan.plan import Plan, check_settings, resolve, with_own_optimizer, with_passes
+from stormo.config.plan.batch import no_validation_samples, num_ghost_batches
+from stormo.config.plan.plan import Plan, check_settings, resolve, with_layers, with_micro_batches, with_task_optimizer
+from stormo.config.plan.steps import Facts
 
 __all__ = [
     "Facts",
     "Plan",
     "check_settings",
     "no_validation_samples",
-    "num_ghosts",
+    "num_ghost_batches",
     "resolve",
     "with_layers",
-    "with_own_optimizer",
-    "with_passes",
+    "with_micro_batches",
+    "with_task_optimizer",
 ]

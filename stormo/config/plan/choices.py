@@ -1,15 +1,16 @@
-"""What is chosen automatically, each with its reason: number format, layout, compile, graph, loader, checkpoints."""
+"""What is chosen automatically, each with its reason."""
 
 from __future__ import annotations
 
+import math
 import platform
+from collections.abc import Sequence
 
 from stormo.config.layout import Layout
-from stormo.config.plan.every import read_every
-from stormo.config.plan.facts import Facts
+from stormo.config.plan.steps import Facts, Interval, Stage, parse_interval
 from stormo.config.schema import TrainConfig
-from stormo.config.strategies import with_option
-from stormo.errors import SettingError, counted
+from stormo.config.strategies import names
+from stormo.errors import SettingError, pluralize
 from stormo.system.hardware import peak_tflops
 
 # What the automatic choices assume; measured on an H200 with the reference job (docs/speed.md).
@@ -21,7 +22,7 @@ _MAX_RESIDENT_BYTES = 8 * 2**30
 
 
 def choose_precision(config: TrainConfig, layout: Layout) -> tuple[str, str]:
-    """The number format of the heavy arithmetic, and why."""
+    """The number format of matrix products and convolutions, and why."""
     asked = config.speed.precision
     if asked == "tf32" and layout.device_type == "cpu":
         raise SettingError(
@@ -37,15 +38,12 @@ def choose_precision(config: TrainConfig, layout: Layout) -> tuple[str, str]:
     speed = f" ({peaks[0]:g} against {peaks[2]:g} TFLOP/s in fp32)" if peaks else ""
     if gpu.has_bf16:
         return "bf16", f"fast on {gpu.name}{speed}, range of fp32; weights stay fp32"
-    # On one worker too, for now.
-    takers = "servers take" * (config.workers.strategy in with_option("servers")) or (
-        "PowerSGD takes" * (config.workers.compress == "powersgd")
-    )
-    if gpu.has_fp16_matrix_units and takers:
-        return "fp32", f"{gpu.name} has no bf16, and {takers} no gradients of scaled losses"
-    if gpu.has_fp16_matrix_units:
-        return "fp16", f"fast on {gpu.name}{speed}, which has no bf16; losses are scaled, weights stay fp32"
-    return "fp32", f"{gpu.name} has no 16-bit matrix units"
+    if not gpu.has_fp16_matrix_units:
+        return "fp32", f"{gpu.name} has no 16-bit matrix units"
+    # Also for a server run that resumes on one worker.
+    if config.workers.strategy in names(lambda row: not row.takes_fp16) or config.workers.compress == "powersgd":
+        return "fp32", f"{gpu.name} has no bf16, and fp16 does not go with servers or PowerSGD"
+    return "fp16", f"fast on {gpu.name}{speed}, which has no bf16; losses are scaled, weights stay fp32"
 
 
 def choose_channels_last(config: TrainConfig, layout: Layout, precision: str) -> tuple[bool, str]:
@@ -53,16 +51,16 @@ def choose_channels_last(config: TrainConfig, layout: Layout, precision: str) ->
     if config.speed.channels_last is not None:
         return config.speed.channels_last, "as set"
     if layout.is_sharded:
-        return False, f"strategy {layout.strategy} cuts weights in their plain layout"
+        return False, f"strategy {layout.strategy} shards weights in their default layout"
     if layout.device_type == "cuda" and precision != "fp64":
         return True, "the layout of the GPU's matrix units"
     if layout.device_type == "cpu" and platform.machine() in ("aarch64", "arm64"):
-        return True, "convolutions are faster so on ARM"
-    return False, "the plain layout is as good on this device"
+        return True, "convolutions are faster with it on ARM"
+    return False, "the default layout is as good on this device"
 
 
 def estimate_s(config: TrainConfig, layout: Layout, facts: Facts, precision: str) -> float | None:
-    """Seconds that training will about take; None where devices or task do not tell."""
+    """Estimated seconds of training; None where devices or task do not tell."""
     peak = peak_flops(layout, precision)
     if peak is None or facts.flops_per_sample is None:
         return None
@@ -78,16 +76,16 @@ def peak_flops(layout: Layout, precision: str) -> float | None:
     return peak * 1e12 * layout.world_size * layout.devices_per_worker
 
 
-def weigh(
+def pays_off(
     asked: bool | None, seconds: float | None, cost_s: float, saves: float | None, layout: Layout
 ) -> tuple[bool, str]:
-    """Whether something that costs time once and saves a share of the rest pays, and why."""
+    """Whether something that costs time once and saves a share of the training pays off, and why."""
     if asked is not None:
         return asked, "as set"
     if layout.device_type == "cpu":
         return False, "does not pay on CPUs"
     if saves == 0:
-        return False, "this task's layers are fused already and faster without"
+        return False, "this task's layers are already fused"
     if seconds is None or saves is None:
         return False, "its gain cannot be estimated for this task and device"
     gain_s = seconds * saves
@@ -105,35 +103,30 @@ def choose_graph(
     asked = config.speed.graph
     if asked is False:
         return False, "as set"
-    single = f"only strategy single is captured and it is {layout.strategy}", "set --strategy single"
-    if layout.world_size > 1 and not layout.spec.local_updates:
-        single = f"{layout.world_size} workers exchange gradients during a step", "leave it out, or set --num-gpus 1"
-    is_auto = config.batch.batch_size == "auto"
-    # What stands against it, why, and what to set instead; the first one holds.
+    # Condition, why, what to set instead; the first one counts.
     obstacles = (
         (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"),
-        (layout.is_sharded, "workers that share a model speak with each other during a step", "leave it out"),
-        (not layout.spec.takes_cuda_graph, *single),
         (
-            config.batch.grow_batch is not None,
-            "one size of batch is replayed and it is to grow",
-            "leave out --grow-batch",
+            not layout.spec.takes_cuda_graph,
+            f"only strategy single is captured and it is {layout.strategy}",
+            "leave it out, or set --strategy single --num-gpus 1",
         ),
+        (config.batch.grow_batch is not None, "the size of a captured batch cannot grow", "leave out --grow-batch"),
         (
             accumulate > 1,
-            f"a replay writes gradients and {accumulate} passes are to be summed",
-            "leave it out" if is_auto else "leave out --accumulate",
+            f"a replay overwrites gradients and {accumulate} micro-batches are summed",
+            "leave it out" if config.batch.batch_size == "auto" else "leave out --accumulate",
         ),
         (compiled, "a compiled step is not captured", "set --no-compile"),
-        (is_short, "a full batch is replayed and there are too few samples for one", "set a smaller batch"),
+        (is_short, "a full batch is captured and there are too few samples for one", "set a smaller batch"),
         (
             config.sharding.checkpoint_activations,
-            "computing activations again keeps random states, which cannot be captured",
+            "recomputing activations saves random states, which cannot be captured",
             "leave out --checkpoint-activations",
         ),
         (
             config.optimizer.gradient_noise_batch is not None,
-            "a replay repeats what it captured and gradient noise is drawn anew",
+            "a replay would repeat the gradient noise",
             "leave it out",
         ),
     )
@@ -163,8 +156,8 @@ def choose_loader(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[st
     limit = min(_MAX_RESIDENT_BYTES, layout.gpu.memory_bytes // 4) if layout.gpu else _MAX_RESIDENT_BYTES
     if facts.train_bytes > limit:
         size, most = facts.train_bytes / 2**30, limit / 2**30
-        return "streamed", f"{size:.1f} GiB are more than the {most:.1f} GiB that are kept on a device"
-    return "resident", f"{_size(facts.train_bytes)} are kept on each device, batches are made there"
+        return "streamed", f"{size:.1f} GiB are more than the {most:.1f} GiB allowed on a device"
+    return "resident", f"{_size(facts.train_bytes)} are kept on each device"
 
 
 def _size(num_bytes: int) -> str:
@@ -179,42 +172,42 @@ def _stream_text(config: TrainConfig) -> str:
     if (processes or 0) > 1:
         raise SettingError(
             f"--loader-workers {processes} was set",
-            "the training set is a stream, which one process reads in its order and several would read several times",
+            "the training set is a stream, which several processes would read several times",
             "set --loader-workers 1, or 0 to read it in the worker itself",
         )
-    reader = "itself" if processes == 0 else "by one loading process, as its order cannot be shared out"
-    text = f"a stream in its own order; every worker reads it, {reader}"
-    epoch = f"{counted(asked or 0, 'sample')} {'is' if asked == 1 else 'are'} an epoch"
-    return text + (f"; {epoch}, and the next one goes on from there" if asked else "")
+    reader = "itself" if processes == 0 else "with one loader process"
+    text = f"a stream in its own order; every worker reads it {reader}"
+    return text + (f"; an epoch is {pluralize(asked, 'sample')}, and the next one continues there" if asked else "")
 
 
-def choose_checkpoints(config: TrainConfig, steps_per_epoch: int) -> tuple[int | None, float | None, str]:
-    """Steps between checkpoints (None for none), the epochs they were set as, and both in words."""
+def choose_checkpoints(config: TrainConfig, steps_per_epoch: int) -> tuple[Interval | None, str]:
+    """How often checkpoints are saved (None: only at the end), and a text."""
     instead = "set one of these, or 0 for none"
-    every = read_every("--checkpoint-every", config.run.checkpoint_every, steps_per_epoch, instead)
+    every = parse_interval("--checkpoint-every", config.run.checkpoint_every, steps_per_epoch, instead)
     if every is None:
-        return None, None, "only at the end (--checkpoint-every 0)"
+        return None, "only at the end (--checkpoint-every 0)"
     arithmetic = "" if every.epochs is None else f" = {every.epochs:g} × {steps_per_epoch}"
     num_kept = config.run.keep_checkpoints
     kept = f"the last {num_kept} and the best are kept"
     if num_kept == 1 and config.stop.on_divergence != "ignore":
-        kept += ", and the one before, to go back to on divergence"
-    return every.steps, every.epochs, f"every {counted(every.steps, 'step')}{arithmetic}; {kept}"
+        kept += ", and the one before, for divergence"
+    return every, f"every {pluralize(every.steps, 'step')}{arithmetic}; {kept}"
 
 
-# What a run does on divergence, by --on-divergence.
-_WHEN_LOST = {
+_ON_DIVERGENCE = {
     "stop": "it ends",
-    "rollback": "it goes back, with the rate × {factor:g}, at most {times}",
-    "ignore": "it trains on",
+    "rollback": "it rolls back, with the learning rate × {factor:g}, at most {times}",
+    "ignore": "it continues",
 }
 
 
 def stop_text(config: TrainConfig, facts: Facts) -> str:
-    """When training ends, in words."""
+    """When training ends."""
     stop = config.stop
-    lost = _WHEN_LOST[stop.on_divergence].format(factor=stop.rollback_factor, times=counted(stop.max_rollbacks, "time"))
-    return f"{_targets_text(config, facts)}; on divergence {lost} (--on-divergence {stop.on_divergence})"
+    then = _ON_DIVERGENCE[stop.on_divergence].format(
+        factor=stop.rollback_factor, times=pluralize(stop.max_rollbacks, "time")
+    )
+    return f"{_targets_text(config, facts)}; on divergence {then} (--on-divergence {stop.on_divergence})"
 
 
 def _targets_text(config: TrainConfig, facts: Facts) -> str:
@@ -226,14 +219,81 @@ def _targets_text(config: TrainConfig, facts: Facts) -> str:
     if stop.target_loss is not None:
         targets.append(f"validation loss of {stop.target_loss:g}")
     if not targets and stop.target_accuracy is not None:
-        return f"{counted(stop.epochs, 'epoch')} (this task reports no accuracy; --target-loss would set a target)"
+        return f"{pluralize(stop.epochs, 'epoch')} (this task reports no accuracy; --target-loss would set a target)"
     if not targets:
-        return f"{counted(stop.epochs, 'epoch')} (--target-accuracy or --target-loss would set a target)"
-    held = f" held for {counted(stop.patience, 'epoch')}"
-    return f"{' or '.join(targets)}{held}, or {counted(stop.epochs, 'epoch')}"
+        return f"{pluralize(stop.epochs, 'epoch')} (--target-accuracy or --target-loss would set a target)"
+    held = f" held for {pluralize(stop.patience, 'epoch')}"
+    return f"{' or '.join(targets)}{held}, or {pluralize(stop.epochs, 'epoch')}"
 
 
 def data_text(facts: Facts) -> str:
-    """What the training set is, in words."""
+    """The training set."""
     digest = f", SHA-256 {facts.data_sha256}" if facts.data_sha256 else ""
     return f"; {facts.data}{digest}" if facts.data else ""
+
+
+def largest_step(stages: Sequence[Stage]) -> int:
+    """The most samples of one step."""
+    return max(min(stage.global_batch_size, stage.num_train) for stage in stages)
+
+
+def check_noise(config: TrainConfig, stages: Sequence[Stage]) -> None:
+    """Refuse noise that the batch already has."""
+    small, largest = config.optimizer.gradient_noise_batch, largest_step(stages)
+    if small is not None and largest <= small:
+        raise SettingError(
+            f"--gradient-noise-batch {small} was set",
+            f"the global batch of {largest} is no larger and already has that noise",
+            f"set --gradient-noise-batch below {largest}, or leave it out",
+        )
+
+
+def noise_lines(config: TrainConfig, stages: Sequence[Stage]) -> list[tuple[str, str]]:
+    """A line of the explanation, where noise is added."""
+    optimizer, texts = config.optimizer, list[str]()
+    small = optimizer.gradient_noise_batch
+    if small is not None:
+        largest = largest_step(stages)
+        sigma = f"σ = {math.sqrt(largest / small - 1):.3g} = √({largest} / {small} - 1)"
+        texts.append(f"each sample's gradient × N(1, σ²), {sigma}" + " in the largest batch" * (len(stages) > 1))
+    if optimizer.gradient_noise is not None:
+        eta, gamma = optimizer.gradient_noise, optimizer.gradient_noise_decay
+        after = " after clipping" * (optimizer.clip_norm is not None)
+        texts.append(f"the gradient + N(0, {eta:g} / (1 + step)^{gamma:g}){after}")
+    return [("gradient noise", "; ".join(texts))] if texts else []
+
+
+def choose_noise_scale(
+    config: TrainConfig, layout: Layout, stages: Sequence[Stage], *, is_found: bool = False
+) -> tuple[bool, str]:
+    """Whether it is measured, and why; `is_found` once --batch-size auto has found the micro-batches."""
+    reached = [stage for stage in stages if stage.first_epoch <= config.stop.epochs]
+    asked = config.optimizer.noise_scale
+    if asked is False:
+        return False, "as set"
+    if obstacle := _noise_obstacle(config, layout):
+        said, reason, instead = obstacle
+        if asked:
+            raise SettingError(f"--noise-scale was set{said}", reason, f"set {instead}, or leave it out")
+        return False, reason
+    if layout.world_size > 1:
+        return True, f"the gradients of {layout.world_size} workers are compared with their mean"
+    first = next((stage for stage in reached if stage.accumulate > 1), None)
+    if first is not None:
+        since = f", from epoch {first.first_epoch} on" if first.first_epoch > 1 else ""
+        return True, f"the first of {first.accumulate} micro-batches is compared with the whole step{since}"
+    reason = "gradients of two batch sizes are compared, and one worker with one micro-batch has one"
+    if asked and (is_found or config.batch.batch_size != "auto"):
+        raise SettingError("--noise-scale was set", reason, "set --accumulate 2, or train with several workers")
+    return False, reason
+
+
+def _noise_obstacle(config: TrainConfig, layout: Layout) -> tuple[str, str, str] | None:
+    """What it cannot be measured with, why, and what to set instead."""
+    if layout.spec.no_noise_scale:
+        said = "" if layout.is_sharded else f" with --strategy {layout.strategy}"
+        return said, layout.spec.no_noise_scale, "--strategy ddp"
+    if config.workers.compress == "powersgd" and layout.world_size > 1:
+        reason = "gradients are compared with their mean, which PowerSGD only approximates"
+        return " with --compress powersgd", reason, "--compress bf16"
+    return None

@@ -6,39 +6,53 @@ import math
 from dataclasses import dataclass, replace
 
 from stormo.config.layout import Layout
-from stormo.config.plan.averaging import check_averaging, choose_averaging
-from stormo.config.plan.batch import SEARCHED, choose_batch, choose_stages, growth_line, norm_text, num_train
+from stormo.config.plan.batch import (
+    BatchText,
+    choose_batch,
+    choose_stages,
+    growth_line,
+    norm_text,
+    num_train,
+    per_worker,
+)
 from stormo.config.plan.checks import check_data, check_numbers
 from stormo.config.plan.choices import (
     AUTOTUNE_COST_S,
     AUTOTUNE_SAVES,
     COMPILE_COST_S,
+    check_noise,
     choose_channels_last,
     choose_checkpoints,
     choose_graph,
     choose_loader,
+    choose_noise_scale,
     choose_precision,
     data_text,
     estimate_s,
+    noise_lines,
+    pays_off,
     peak_flops,
     stop_text,
-    weigh,
 )
-from stormo.config.plan.compression import check_compression, compression_line
-from stormo.config.plan.every import Every
-from stormo.config.plan.facts import Facts
-from stormo.config.plan.noise import check_noise, choose_noise_scale, noise_lines
-from stormo.config.plan.one_worker import one_worker_line
-from stormo.config.plan.optimizer import optimizer_text, own_optimizer_text
-from stormo.config.plan.profile import check_profile
-from stormo.config.plan.rate import choose_rate, own_rate_text, schedule_text, warmup_fraction
-from stormo.config.plan.renew import renew
-from stormo.config.plan.resize import beginning, resize
-from stormo.config.plan.servers import check_servers
-from stormo.config.plan.sharding import check_sharding, choose_micro_batches, sharding_lines
-from stormo.config.plan.stages import Stage, num_steps, recut, stage_of
-from stormo.config.schema import Effective, TrainConfig
-from stormo.errors import counted
+from stormo.config.plan.learning_rate import (
+    choose_learning_rate,
+    optimizer_text,
+    schedule_text,
+    task_learning_rate_text,
+    task_optimizer_text,
+    warmup_fraction,
+)
+from stormo.config.plan.parallelism import (
+    check_parallelism,
+    choose_averaging,
+    choose_micro_batches,
+    compression_line,
+    sharding_lines,
+)
+from stormo.config.plan.resume import initial_batch, rescale_on_resume, resize
+from stormo.config.plan.steps import Facts, Interval, Stage, check_profile, num_steps, recut, stage_of
+from stormo.config.schema import ResolvedBatch, TrainConfig
+from stormo.errors import pluralize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +64,7 @@ class Plan:
     global_batch_size: int
     accumulate: int
     steps_per_epoch: int
-    stages: tuple[Stage, ...]  # more than one where the batch grows; batch and steps above are the first one's
+    stages: tuple[Stage, ...]  # several if the batch grows; batch and steps above are those of the first
     epochs: int
     learning_rate: float
     warmup_steps: int
@@ -61,13 +75,13 @@ class Plan:
     channels_last: bool
     autotune: bool
     loader: str
-    checkpoint_steps: int | None
-    checkpoint_epochs: float | None  # where it was set so
-    averaging: Every | None = None  # how often the weights of workers that step by themselves are averaged
-    micro_batches: int = 1  # of a full pass in a pipeline
+    checkpoints: Interval | None
+    averaging: Interval | None = None  # of the weights of local updates
+    micro_batches: int = 1  # of a pipeline
     noise_scale: bool = False  # whether it is measured
     noise_scale_reason: str = ""
-    beginning: Effective  # what batch and rate are reckoned from when the run goes on with other workers
+    initial: ResolvedBatch  # from which a resume with other workers computes its batch and learning rate
+    batch_text: BatchText
     explanation: tuple[tuple[str, str], ...]
 
     @property
@@ -76,27 +90,24 @@ class Plan:
         return num_steps(self.stages, self.epochs)
 
     def at_epoch(self, epoch: int) -> Plan:
-        """The plan as it is in an epoch: with the batch that has grown until then."""
+        """The plan with the batch of an epoch."""
         stage = stage_of(self.stages, epoch)
         return replace(self, global_batch_size=stage.global_batch_size, accumulate=stage.accumulate)
 
     def schedule_step(self, epoch: int, position: int) -> float:
-        """How far training is, in steps of the first batch: what warm-up and decay are counted in."""
+        """The position of warm-up and decay, in steps of the first batch."""
         return (epoch - 1) * self.steps_per_epoch + position / self.global_batch_size
 
     def is_checkpoint_due(self, epoch: int, step: int, position: int) -> bool:
-        """Whether a checkpoint is to be saved after a step, which ends at a position of an epoch."""
-        if self.checkpoint_steps is None:
-            return False
-        every = Every(self.checkpoint_steps, self.checkpoint_epochs)
-        return every.is_due(self.stages, epoch, step, position)
+        """Whether a checkpoint is due after a step, which ends at a position in an epoch."""
+        return self.checkpoints is not None and self.checkpoints.is_due(self.stages, epoch, step, position)
 
     def is_averaging_due(self, epoch: int, step: int, position: int) -> bool:
-        """Whether weights are to be averaged after a step, which ends at a position of an epoch."""
+        """Whether the weights are averaged after a step, which ends at a position in an epoch."""
         return self.averaging is not None and self.averaging.is_due(self.stages, epoch, step, position)
 
     def mfu(self, samples_per_s: float) -> float | None:
-        """The share of all devices' peak that training at this speed makes use of, where both are known."""
+        """Model FLOPs utilisation at this speed, where it is known."""
         peak = peak_flops(self.layout, self.precision)
         if peak is None or self.facts.flops_per_sample is None:
             return None
@@ -114,12 +125,12 @@ class Plan:
 
     @property
     def share(self) -> int:
-        """The most samples of one worker in one step."""
+        """The most samples of one worker in a step."""
         return math.ceil(min(self.global_batch_size, self.facts.num_train) / self.layout.data_size)
 
     @property
-    def batch_per_pass(self) -> int:
-        """The most samples of one worker in one pass."""
+    def micro_batch_size(self) -> int:
+        """The most samples of one worker in a micro-batch."""
         return math.ceil(self.share / self.accumulate)
 
     def lines(self) -> tuple[str, ...]:
@@ -129,12 +140,9 @@ class Plan:
 
 
 def check_settings(config: TrainConfig, layout: Layout) -> None:
-    """Refuse what cannot hold, whatever the task's data are."""
+    """Refuse what cannot hold for any data."""
     check_numbers(config)
-    check_sharding(config, layout)
-    check_averaging(config, layout)
-    check_servers(config, layout)
-    check_compression(config, layout)
+    check_parallelism(config, layout)
 
 
 def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
@@ -142,19 +150,21 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     check_settings(config, layout)
     check_data(config, facts)
     facts = replace(facts, num_train=num_train(config, facts))
-    renewed = renew(config, layout)
-    begun, resized = renewed.config, resize(renewed.config, layout, facts)
+    rescaled = rescale_on_resume(config, layout)
+    resized = resize(rescaled.config, layout, facts)
     config = resized.config
     global_batch_size, batch_text = choose_batch(config, layout, facts)
-    batch_text += renewed.batch_note(global_batch_size)
-    batch_text = (resized.batch_text or batch_text) + resized.batch_note
+    batch_text = replace(batch_text, notes=batch_text.notes + rescaled.batch_note(global_batch_size))
+    if resized.batch_text is not None:
+        batch_text = BatchText(resized.batch_text, batch_text.parts if config.batch.batch_size == "auto" else "")
+    batch_text = replace(batch_text, notes=batch_text.notes + resized.batch_note)
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     stages = choose_stages(config, layout, facts, global_batch_size)
     check_noise(config, stages)
     if config.command.profile is not None:
         check_profile(config.command.profile, num_steps(stages, config.stop.epochs))
-    learning_rate, rate_text = choose_rate(config, global_batch_size)
-    rate_text = resized.rate_text or (renewed.rate_text or rate_text) + renewed.rate_note(learning_rate)
+    learning_rate, rate_text = choose_learning_rate(config, global_batch_size)
+    rate_text = resized.rate_text or (rescaled.rate_text or rate_text) + rescaled.rate_note(learning_rate)
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
     num_workers = layout.data_size * layout.devices_per_worker
     start = learning_rate * warmup_fraction(config, num_workers, learning_rate)
@@ -163,20 +173,20 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     precision, precision_reason = choose_precision(config, layout)
     channels_last, layout_reason = choose_channels_last(config, layout, precision)
     seconds = estimate_s(config, layout, facts, precision)
-    compiled, compile_reason = weigh(config.speed.compile, seconds, COMPILE_COST_S, facts.compile_saves, layout)
-    autotune, autotune_reason = weigh(config.speed.autotune, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
+    compiled, compile_reason = pays_off(config.speed.compile, seconds, COMPILE_COST_S, facts.compile_saves, layout)
+    autotune, autotune_reason = pays_off(config.speed.autotune, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
     is_short = global_batch_size > facts.num_train
     graph, graph_reason = choose_graph(config, layout, compiled, is_short, config.batch.accumulate)
-    checkpoint_steps, checkpoint_epochs, checkpoint_text = choose_checkpoints(config, steps_per_epoch)
+    checkpoints, checkpoint_text = choose_checkpoints(config, steps_per_epoch)
     averaging, averaging_line = choose_averaging(config, layout, stages, steps_per_epoch)
     loader, loader_reason = choose_loader(config, layout, facts)
     noise_scale, noise_scale_reason = choose_noise_scale(config, layout, stages)
     share = math.ceil(min(global_batch_size, facts.num_train) / layout.data_size)
-    pass_samples = math.ceil(share / config.batch.accumulate)
-    micro_batches = choose_micro_batches(config, layout, pass_samples)
+    micro_batch_size = math.ceil(share / config.batch.accumulate)
+    micro_batches = choose_micro_batches(config, layout, micro_batch_size)
     last = facts.num_train - (steps_per_epoch - 1) * global_batch_size
     start = start if warmup_steps else learning_rate
-    found = Effective(global_batch_size=global_batch_size, learning_rate=learning_rate, warmup_start=start)
+    found = ResolvedBatch(global_batch_size=global_batch_size, learning_rate=learning_rate, warmup_start=start)
     on_off = {True: "on", False: "off"}
     return Plan(
         layout=layout,
@@ -195,30 +205,30 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         channels_last=channels_last,
         autotune=autotune,
         loader=loader,
-        checkpoint_steps=checkpoint_steps,
-        checkpoint_epochs=checkpoint_epochs,
+        checkpoints=checkpoints,
         averaging=averaging,
         micro_batches=micro_batches,
         noise_scale=noise_scale,
         noise_scale_reason=noise_scale_reason,
-        beginning=replace(beginning(begun, layout, facts, found, pass_samples), own_rate_factor=None),
+        initial=replace(initial_batch(rescaled.config, layout, facts, found, micro_batch_size), own_rate_factor=None),
+        batch_text=batch_text,
         explanation=(
             *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
             *one_worker_line(config, layout, global_batch_size, facts.has_batch_norms).items(),
             *layout.explanation,
             *averaging_line.items(),
             *compression_line(config, layout, precision).items(),
-            *sharding_lines(config, layout, pass_samples, micro_batches),
-            ("global batch", batch_text),
+            *sharding_lines(config, layout, micro_batch_size, micro_batches),
+            ("global batch", str(batch_text)),
             *growth_line(config, layout, stages).items(),
             ("optimizer", optimizer_text(config)),
             ("learning rate", rate_text + schedule_text(config, start, learning_rate, warmup_steps)),
             (
                 "steps",
-                f"{steps_per_epoch} an epoch = ceil({counted(facts.num_train, 'sample')} / {global_batch_size})"
+                f"{steps_per_epoch} an epoch = ceil({pluralize(facts.num_train, 'sample')} / {global_batch_size})"
                 + (f", the last one with {last}" if last != global_batch_size else "")
-                + f"; at most {counted(config.stop.epochs, 'epoch')} = "
-                + counted(num_steps(stages, config.stop.epochs), "step")
+                + f"; at most {pluralize(config.stop.epochs, 'epoch')} = "
+                + pluralize(num_steps(stages, config.stop.epochs), "step")
                 + (" with the batches that grow" if len(stages) > 1 else ""),
             ),
             ("precision", f"{precision}: {precision_reason}"),
@@ -240,20 +250,22 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     )
 
 
-def with_own_optimizer(config: TrainConfig, plan: Plan, name: str | None = None) -> Plan:
-    """The plan of a task that brings an optimizer, by the name of its class once it has been made."""
+def with_task_optimizer(config: TrainConfig, plan: Plan, name: str | None = None) -> Plan:
+    """The plan of a task with an optimizer; `name` is that of its class once it has been made."""
     base = config.optimizer.base_lr
-    rate = own_rate_text(config, plan.learning_rate, is_made=name is not None)
+    rate = task_learning_rate_text(config, plan.learning_rate, is_made=name is not None)
     rate += schedule_text(config, plan.warmup_start / base, plan.learning_rate / base, plan.warmup_steps, sign="× ")
-    said = dict(plan.explanation) | {"optimizer": own_optimizer_text(config, name), "learning rate": rate}
-    begun = replace(plan.beginning, own_rate_factor=plan.beginning.learning_rate / base)
-    return replace(plan, explanation=tuple(said.items()), beginning=begun)
+    lines = dict(plan.explanation) | {"optimizer": task_optimizer_text(config, name), "learning rate": rate}
+    begun = replace(plan.initial, own_rate_factor=plan.initial.learning_rate / base)
+    return replace(plan, explanation=tuple(lines.items()), initial=begun)
 
 
-def with_passes(config: TrainConfig, plan: Plan, accumulate: int, reason: str, graph_obstacle: str | None) -> Plan:
-    """The plan with every worker's share cut into the passes that --batch-size auto has found.
+def with_micro_batches(
+    config: TrainConfig, plan: Plan, accumulate: int, reason: str, graph_obstacle: str | None
+) -> Plan:
+    """The plan with the micro-batches that --batch-size auto has found.
 
-    `graph_obstacle` says why a step that could be replayed should not be, unless the user has set --graph.
+    `graph_obstacle` says why a step should not be replayed, unless the user has set --graph.
     """
     is_short = plan.global_batch_size > plan.facts.num_train
     graph, graph_reason = choose_graph(config, plan.layout, plan.compile, is_short, accumulate)
@@ -263,15 +275,113 @@ def with_passes(config: TrainConfig, plan: Plan, accumulate: int, reason: str, g
     stages = recut(plan.stages, accumulate, workers)
     noise_scale, noise_scale_reason = choose_noise_scale(config, plan.layout, stages, is_found=True)
     found = replace(plan, accumulate=accumulate, graph=graph, stages=stages)
-    found = replace(found, noise_scale=noise_scale, noise_scale_reason=noise_scale_reason)
     step_samples = min(plan.global_batch_size, plan.facts.num_train)
-    low, high = step_samples // (workers * accumulate), found.batch_per_pass
-    passes = f"{accumulate} pass{'es' * (accumulate > 1)} of {low}{f' to {high}' if high > low else ''}"
-    said = dict(plan.explanation)
-    text = f" = {passes} (auto: {reason}) × {counted(workers, plan.layout.sharer)}"
-    said["global batch"] = said["global batch"].replace(SEARCHED, text)
-    said |= growth_line(config, plan.layout, stages)
-    said["graph"] = f"{'on' if graph else 'off'}: {graph_reason}"
-    said["noise scale"] = f"{'on' if noise_scale else 'off'}: {noise_scale_reason}"
-    said["batch norm"] = norm_text(config, plan.layout, step_samples, accumulate)
-    return replace(found, explanation=tuple(said.items()))
+    low, high = step_samples // (workers * accumulate), found.micro_batch_size
+    parts = f"{pluralize(accumulate, 'micro-batch')} of {low}{f' to {high}' if high > low else ''}"
+    parts = f" = {parts} (auto: {reason}) × {pluralize(workers, plan.layout.sharer)}"
+    batch_text = replace(plan.batch_text, parts=parts)
+    lines = {**dict(plan.explanation), "global batch": str(batch_text)}
+    lines |= growth_line(config, plan.layout, stages)
+    lines["graph"] = f"{'on' if graph else 'off'}: {graph_reason}"
+    lines["noise scale"] = f"{'on' if noise_scale else 'off'}: {noise_scale_reason}"
+    lines["batch norm"] = norm_text(config, plan.layout, step_samples, accumulate)
+    return replace(
+        found,
+        noise_scale=noise_scale,
+        noise_scale_reason=noise_scale_reason,
+        batch_text=batch_text,
+        explanation=tuple(lines.items()),
+    )
+
+
+# Lines of the explanation that depend on layers: their settings, and the layer.
+_LINES = {
+    "channels last": (("channels_last",), "convolution of images"),
+    "batch norm": (("sync_batch_norm", "ghost_batch_size"), "batch norm"),
+}
+
+
+def with_layers(
+    config: TrainConfig,
+    plan: Plan,
+    *,
+    has_convolutions: bool | None,
+    has_batch_norms: bool | None,
+    loss_reduction: str = "mean",
+) -> Plan:
+    """The plan without lines on layers that the model lacks; None where that is not known."""
+    lines = dict(plan.explanation)
+    lines |= one_worker_line(config, plan.layout, plan.global_batch_size, has_batch_norms, loss_reduction)
+    for (label, (settings, layer)), has_some in zip(_LINES.items(), (has_convolutions, has_batch_norms), strict=True):
+        if has_some is None:
+            lines[label] += f", where the model has a {layer}"
+        elif not has_some and config.given.isdisjoint(settings):
+            del lines[label]
+        elif not has_some:
+            lines[label] = f"as set, without effect: the model has no {layer}"
+    return replace(plan, explanation=tuple(lines.items()))
+
+
+_ONE_WORKER = "as 1 worker"
+_EQUAL = "yes, to rounding, but for random numbers such as dropout's"
+
+
+def one_worker_line(
+    config: TrainConfig,
+    layout: Layout,
+    global_batch_size: int,
+    has_batch_norms: bool | None,
+    loss_reduction: str = "mean",
+) -> dict[str, str]:
+    """Whether the same command on one worker gives the same result, and the flags that make both equal.
+
+    `has_batch_norms` is None where that is not known yet.
+    """
+    num_parts = layout.data_size * layout.devices_per_worker
+    if num_parts == 1:
+        return {}
+    if layout.spec.local_updates or ("staleness" in layout.spec.options and config.workers.staleness):
+        return {_ONE_WORKER: f"no: strategy {layout.strategy} is another algorithm"}
+    if loss_reduction == "local":
+        return {_ONE_WORKER: "no: the task's loss_reduction is \"local\", a loss of each worker's own samples"}
+    differences = [
+        *_batch_difference(config, layout, num_parts, global_batch_size),
+        *_norm_difference(config, layout, num_parts, global_batch_size, has_batch_norms),
+    ]
+    if config.workers.compress != "none":
+        differences.append(f"--compress none ({config.workers.compress} compresses gradients)")
+    return {_ONE_WORKER: f"no; set {' and '.join(differences)} for the same result" if differences else _EQUAL}
+
+
+def _batch_difference(config: TrainConfig, layout: Layout, num_parts: int, global_batch_size: int) -> list[str]:
+    if config.resumed and config.batch.on_resize == "scale":
+        return ["--on-resize keep (the batch follows the number of workers)"]
+    is_kept = config.resumed is not None and all(change.key != "batch_size" for change in config.changed)
+    if is_kept or config.batch.global_batch_size is not None:
+        return []
+    config = replace(config, resumed=None)
+    of_one = per_worker(config) * config.batch.accumulate
+    flags, rate = f"--global-batch-size {of_one}", config.optimizer.base_lr
+    if config.optimizer.base_batch_size is None:
+        rate, _ = choose_learning_rate(config, of_one)
+    if rate != config.optimizer.base_lr:
+        flags += f" --base-lr {rate:g}"
+    is_scaled = choose_learning_rate(config, global_batch_size)[0] != rate
+    scaled = ["learning rate"] * is_scaled + ["warm-up"] * bool(config.optimizer.warmup_epochs)
+    also = f", {' and '.join(scaled)} scaled with it" if scaled else ""
+    return [f"{flags} (this run has {global_batch_size} = {of_one} × {pluralize(num_parts, layout.sharer)}{also})"]
+
+
+def _norm_difference(
+    config: TrainConfig, layout: Layout, num_parts: int, global_batch_size: int, has_batch_norms: bool | None
+) -> list[str]:
+    ghost = config.batch.ghost_batch_size
+    if has_batch_norms is False or (config.speed.sync_batch_norm and ghost is None):
+        return []
+    where = " if the model has batch norm" if has_batch_norms is None else ""
+    if ghost is not None:
+        is_even = global_batch_size % (num_parts * config.batch.accumulate * ghost) == 0
+        share = math.ceil(global_batch_size / num_parts / config.batch.accumulate)
+        flag = f"a --ghost-batch-size that divides the {pluralize(share, 'sample')} of a {layout.sharer}'s micro-batch"
+        return [] if is_even else [f"{flag}{where}"]
+    return [f"--sync-batch-norm{where} (batch norm takes the statistics of each {layout.sharer}'s own samples)"]

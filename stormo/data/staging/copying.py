@@ -12,7 +12,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,12 +26,12 @@ Check = Callable[[], None]  # raises where there is nothing more to be done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
-    """A file of a copy, as it lies there."""
+class File:
+    """One file, of a data set or of its copy, by its path inside; that of a data set of one file is empty."""
 
     name: str
     num_bytes: int
-    mtime_ns: int  # of the copy, as its file system keeps it
+    mtime_ns: int
 
 
 class StoppedError(StormoError):
@@ -44,7 +44,7 @@ class StoppedError(StormoError):
         self.exit_code = EXIT_INTERRUPTED if signal_number == signal.SIGINT else EXIT_RESUMABLE
 
 
-def copy_files(tree: Tree, files: Iterable[File], target: Path, partial: Path, check: Check) -> dict[str, Copied]:
+def copy_files(tree: Tree, files: Iterable[File], target: Path, partial: Path, check: Check) -> dict[str, File]:
     """Copy files of a data set to where its root is `target`, over what is there; what is not whole lies in `partial`.
 
     `check` is called all the time, and ends it by raising.
@@ -69,7 +69,7 @@ class _File:
         self.num_pieces = max(1, -(-file.num_bytes // PIECE_BYTES))
         self._num_left = self.num_pieces
         self._lock = threading.Lock()
-        self.copied: Copied
+        self.copied: File
 
     def copy(self, number: int, check: Check) -> None:
         """Copy one piece and, with the last one, give the file its name; `check` may end it in between."""
@@ -112,11 +112,8 @@ class _File:
             raise self._changed()
         os.utime(self._partial, ns=(status.st_mtime_ns, status.st_mtime_ns))
         self._partial.replace(self._path)
-        self.copied = Copied(
-            name=self._file.name,
-            num_bytes=self._file.num_bytes,
-            mtime_ns=self._path.stat().st_mtime_ns,
-        )
+        # As the file system of the copy keeps the time.
+        self.copied = replace(self._file, mtime_ns=self._path.stat().st_mtime_ns)
 
     def _changed(self) -> SettingError:
         return SettingError(
@@ -126,7 +123,7 @@ class _File:
         )
 
 
-def is_whole(target: Path, files: Iterable[Copied], check: Check) -> bool:
+def is_whole(target: Path, files: Iterable[File], check: Check) -> bool:
     """Whether the files of a copy are as they were, by size and time."""
     for file in files:
         check()
@@ -182,15 +179,6 @@ def _in_parallel(work: Callable[[_Job, Check], None], jobs: Iterator[_Job], chec
 
 class _OtherFailedError(Exception):
     """Another thread has failed, which ends this one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class File:
-    """One file, by its path inside the data set; that of a data set of one file is empty."""
-
-    name: str
-    num_bytes: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)

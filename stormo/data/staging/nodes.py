@@ -1,4 +1,4 @@
-"""A copy on every node of a job: made by one process of each, held by all of them, told of by the main one."""
+"""A copy on every node of a job: made by one process of each, leased by all, reported by rank 0."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormo.data.staging.copying import StoppedError
-from stormo.data.staging.shelf import Hold, held, stage
-from stormo.errors import SettingError, counted
+from stormo.data.staging.node_cache import Lease, lease_copy, stage
+from stormo.errors import SettingError, pluralize
 from stormo.telemetry.text import format_bytes
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ _VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Near:
+class NodeCopy:
     """The copy of this node, seen from one of its workers."""
 
     path: Path
-    hold: Hold
-    sentence: str | None  # on the main worker
+    lease: Lease
+    sentence: str | None  # on rank 0
 
 
 def local_folder(named: str = "") -> Path:
@@ -44,12 +44,12 @@ def local_folder(named: str = "") -> Path:
 
 def stage_on_nodes(
     world: World, source: str | Path | None, folder: Path, *, keep: bool = False, stop: Callable[[], int] = lambda: 0
-) -> Near:
+) -> NodeCopy:
     """Copy to every node of a job; all workers call it, and the source is that of the first worker of each node.
 
-    Where one of these was told to stop, all workers raise `StoppedError`.
+    Where one of these was stopped by a signal, all workers raise `StoppedError`.
     """
-    own: list[Hold] = []
+    own: list[Lease] = []
     paths: list[Path] = []
 
     def copy() -> dict[str, Any]:
@@ -58,14 +58,14 @@ def stage_on_nodes(
             done = stage(Path(source), folder, keep=keep, tell=_tell if world.is_main else lambda _: None, stop=stop)
         except StoppedError as error:
             return {"stopped": error.signal_number}
-        own.append(done.hold)
+        own.append(done.lease)
         figures = {name: getattr(done, name) for name in ("num_bytes", "copied_bytes", "seconds")}
         paths.append(done.path)
         return {"name": done.entry.name, **figures}
 
     try:
         done = world.on_each_node(copy)
-        each = world.gather_objects(done if world.place.local_rank == 0 else None)
+        each = world.gather_objects(done if world.rank_info.local_rank == 0 else None)
         nodes = [node for node in each or [] if node]
         if stopped := world.broadcast_object(max((node.get("stopped", 0) for node in nodes), default=0)):
             error = StoppedError(stopped)
@@ -73,14 +73,14 @@ def stage_on_nodes(
                 _tell(str(error))
             raise error
         if not own:
-            path, hold = held(folder, done["name"])  # it is there, since the one who copied holds it
+            path, lease = lease_copy(folder, done["name"])  # it is there, since the one who copied holds it
             paths.append(path)
-            own.append(hold)
+            own.append(lease)
     except BaseException:
-        for hold in own:
-            hold.release()
+        for lease in own:
+            lease.release()
         raise
-    return Near(path=paths[0], hold=own[0], sentence=sentence(nodes, paths[0]) if nodes else None)
+    return NodeCopy(path=paths[0], lease=own[0], sentence=sentence(nodes, paths[0]) if nodes else None)
 
 
 def sentence(nodes: list[dict[str, Any]], path: Path) -> str:
@@ -92,7 +92,7 @@ def sentence(nodes: list[dict[str, Any]], path: Path) -> str:
     if not num_copies:
         return f"Data: {size} were staged already, checked in {seconds:.1f} s: {where}."
     rate = format_bytes(slowest["copied_bytes"] / seconds)
-    reused = "" if num_copies == len(nodes) else f", reused on {counted(len(nodes) - num_copies, 'node')}"
+    reused = "" if num_copies == len(nodes) else f", reused on {pluralize(len(nodes) - num_copies, 'node')}"
     slow = "" if len(nodes) == 1 else " on the slowest"
     return f"Data: staged {size} in {seconds:.1f} s ({rate}/s{slow}) to {where}{reused}."
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.launch.environments import env, local, mpi, slurm, torchrun
 from stormo.launch.rank_info import RankInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launcher:
-    """One launcher: how to recognise it, how to read it, and the words its users know."""
+    """One launcher: how to detect and read it, and the names of its options."""
 
     detect: Callable[[Mapping[str, str]], bool]
     rank_info: Callable[[Mapping[str, str]], RankInfo]
@@ -89,7 +89,7 @@ def detect(
 
 
 def check_flags(
-    place: RankInfo,
+    info: RankInfo,
     *,
     num_nodes: int | None,
     node_id: int | None,
@@ -98,33 +98,33 @@ def check_flags(
     master_port: int | None,
 ) -> None:
     """Refuse a flag that contradicts the launcher; None stands for a flag not given."""
-    if place.launcher not in LAUNCHERS:
+    if info.launcher not in LAUNCHERS:
         return
-    launcher = LAUNCHERS[place.launcher]
+    launcher = LAUNCHERS[info.launcher]
     command = launcher.command
-    if num_gpus is not None and num_gpus != place.local_size:
+    if num_gpus is not None and num_gpus != info.local_size:
         raise SettingError(
             f"--num-gpus {num_gpus} was set",
-            f"{command} started {counted(place.local_size, launcher.worker)} on this node",
+            f"{command} started {pluralize(info.local_size, launcher.worker)} on this node",
             f"drop --num-gpus or start {command} with {launcher.set_local_size.replace('{}', str(num_gpus))}",
         )
-    if num_nodes is not None and num_nodes != place.num_nodes:
+    if num_nodes is not None and num_nodes != info.num_nodes:
         raise SettingError(
             f"--num-nodes {num_nodes} was set",
-            f"{command} started the job on {counted(place.num_nodes, 'node')}",
+            f"{command} started the job on {pluralize(info.num_nodes, 'node')}",
             f"drop --num-nodes or start {command} with {launcher.set_num_nodes.replace('{}', str(num_nodes))}",
         )
-    if node_id is not None and node_id != place.node_id:
+    if node_id is not None and node_id != info.node_id:
         raise SettingError(
             f"--node-id {node_id} was set",
-            f"{command} made host {place.host} node {place.node_id}",
+            f"{command} made host {info.host} node {info.node_id}",
             f"drop --node-id, since {command} numbers the nodes itself",
         )
-    if place.launcher == "local":
-        return  # the master flags name the meeting point of the agents there, not that of the ranks
+    if info.launcher == "local":
+        return  # there the flags name the address of the agents, not of the ranks
     for flag, given, actual in (
-        ("--master-addr", master_addr, place.master_addr),
-        ("--master-port", None if master_port is None else str(master_port), str(place.master_port)),
+        ("--master-addr", master_addr, info.master_addr),
+        ("--master-port", None if master_port is None else str(master_port), str(info.master_port)),
     ):
         if given is not None and given != actual:
             raise SettingError(

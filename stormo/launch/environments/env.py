@@ -1,6 +1,6 @@
-"""Ranks that somebody else started and told torch's own variables: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""Ranks whose launcher sets torch's variables: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-Kubernetes' PyTorchJob does so, and many a site's own wrapper. Without LOCAL_RANK there is one rank on each host.
+Kubernetes' PyTorchJob does so, and wrappers of many sites. Without LOCAL_RANK there is one rank on each host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, host_name, re
 
 
 def detect(environ: Mapping[str, str]) -> bool:
-    """Whether the variables tell this process that it is one of several."""
+    """Whether the variables describe one of several ranks."""
     return "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1"
 
 
@@ -36,7 +36,7 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
         )
     num_nodes = world_size // local_size
     if rank == 0 and num_nodes > 1 and is_loopback_name(address) and "KUBERNETES_SERVICE_HOST" in environ:
-        address = host_name()  # PyTorchJob tells its first pod "localhost", where no other pod could come in
+        address = host_name()  # PyTorchJob gives its first pod "localhost", which no other pod reaches
     return RankInfo(
         launcher="env",
         rank=rank,
@@ -62,6 +62,6 @@ def _on_host(environ: Mapping[str, str], rank: int, world_size: int, address: st
         return local_rank, world_size  # all are here
     raise SettingError(
         f"RANK={rank} and LOCAL_RANK={local_rank} are set without LOCAL_WORLD_SIZE",
-        "nothing else tells how many ranks a host holds",
+        "the number of ranks on a host is unknown",
         "set LOCAL_WORLD_SIZE to that number",
     )

@@ -12,8 +12,8 @@ from stormo.errors import SettingError
 from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, check_port, host_name, read_int
 
 CHANNEL_FD = "STORMO_CHANNEL_FD"  # one end of a socket pair to the agent of the node
-# For the store that all ranks meet in. On one node, for every rank: memory that they share. On several, for rank 0: a
-# socket, bound and listening at STORE_PORT; MASTER_PORT is left to a script that opens torch's own.
+# Of torch's store. On one node, for every rank: shared memory. On several, for rank 0: a socket that listens at
+# STORE_PORT; MASTER_PORT is left to a script that opens torch's store itself.
 STORE_FD = "STORMO_STORE_FD"
 STORE_PORT = "STORMO_STORE_PORT"
 _TRACKER = "ignore:resource_tracker"  # how its warning begins

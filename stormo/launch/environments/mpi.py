@@ -1,6 +1,6 @@
 """Ranks started by mpirun or mpiexec: Open MPI, and the Hydra family (MPICH, Intel MPI). No MPI library is needed.
 
-MPI tells a process its rank and its place on the node, never where rank 0 is: on several nodes the user says so.
+MPI gives a process its rank and local rank, but not the address of rank 0: on several nodes the user sets it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.launch.environments.slurm import is_step
 from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, derived_port, host_name, read_int
 
@@ -86,7 +86,7 @@ def _completed(environ: Mapping[str, str]) -> Mapping[str, str]:
         if not more[name]:
             raise SettingError(
                 f"mpiexec (PALS) started this process as rank {environ[_PALS.rank]}",
-                f"{name} is not set, which would tell how many ranks there are",
+                f"{name}, the number of ranks, is not set",
                 f"set {others[-1]} for all ranks, as in mpiexec --env {others[-1]}=8",
             )
     return {**environ, **more}
@@ -100,10 +100,10 @@ def _family(environ: Mapping[str, str]) -> Variables | None:
 
 
 def _node(rank: int, world_size: int, local_rank: int, local_size: int) -> tuple[int, int]:
-    """Number of nodes and this node's id, which MPI does not tell: both follow when all nodes hold equally many."""
+    """Number of nodes and this node's id, computed as MPI does not give them: all nodes must hold equally many."""
     if local_size < 1 or world_size % local_size != 0:
         raise SettingError(
-            f"mpirun started {counted(world_size, 'rank')} with {local_size} of them on host {host_name()}",
+            f"mpirun started {pluralize(world_size, 'rank')} with {local_size} of them on host {host_name()}",
             f"every node must hold equally many and {world_size} is no multiple of {local_size}",
             "start the same number on each node (Open MPI: --map-by ppr:N:node; MPICH and Intel MPI: -ppn N)",
         )
@@ -114,7 +114,7 @@ def _node(rank: int, world_size: int, local_rank: int, local_size: int) -> tuple
         return num_nodes, rank % num_nodes
     raise SettingError(
         f"mpirun started rank {rank} of {world_size} as number {local_rank} of {local_size} on host {host_name()}",
-        "that is neither the order node by node nor the order in turn, so the node ids cannot be told",
+        "that is neither the order node by node nor the order in turn, so that the node ids are unknown",
         "let mpirun place the ranks node by node (Open MPI: --map-by slot; MPICH and Intel MPI: -ppn N)",
     )
 
@@ -124,7 +124,7 @@ def _only_host(num_nodes: int) -> str:
         return "127.0.0.1"
     raise SettingError(
         f"mpirun started ranks on {num_nodes} nodes and no --master-addr was set",
-        "MPI does not tell a rank where rank 0 is",
+        "MPI does not give the address of rank 0",
         "set --master-addr (or MASTER_ADDR for all ranks) to the name of the first host",
     )
 

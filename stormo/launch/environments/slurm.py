@@ -1,7 +1,7 @@
 """Ranks started as the tasks of one `srun` step, from the variables that srun documents; and what the job was given.
 
-The body of an sbatch script, a salloc shell and `srun --pty bash` with one task carry SLURM variables too, but nobody
-started several ranks there: they are no launch.
+The body of an sbatch script, a salloc shell and `srun --pty bash` with one task have SLURM variables too, but
+they are no launch of several ranks.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from stormo.errors import SettingError, counted
+from stormo.errors import SettingError, pluralize
 from stormo.launch.rank_info import RankInfo, derived_port, host_name, read_int
 
-# Slurm numbers the steps nobody asked for (batch script, interactive shell, extern, pending) from the top of 32 bits.
+# Slurm numbers its own steps (batch script, interactive shell, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _MAX_HOSTS = 1_000_000
 _TASKS_NAMES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -32,7 +32,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Whether somebody typed srun; the body of a batch script and the shell of a salloc are steps of Slurm's own."""
+    """Whether srun started this process; a batch script and a salloc shell are steps of Slurm itself."""
     step_id = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step_id.isdecimal() and int(step_id) < _FIRST_SPECIAL_STEP
 
@@ -46,7 +46,7 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
         name = _present(environ, *_TASKS_NAMES)
         raise SettingError(
             f"{name}={environ.get(name)!r} was set",
-            f"it lists {counted(len(tasks_per_node), 'node')} and this is node {node_id}",
+            f"it lists {pluralize(len(tasks_per_node), 'node')} and this is node {node_id}",
             "start again with srun, which sets both",
         )
     step_name = _present(environ, "SLURM_STEP_ID", "SLURM_STEPID")
@@ -91,7 +91,7 @@ def _first_host(environ: Mapping[str, str], num_nodes: int, node_id: int) -> str
     if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         raise SettingError(
             "srun was given --distribution=arbitrary and no --master-addr was set",
-            "Slurm does not tell a task where task 0 is then",
+            "Slurm then does not say where task 0 is",
             "set --master-addr to the name of the host of task 0",
         )
     hosts, own = _hosts(environ), environ.get("SLURMD_NODENAME")
@@ -106,7 +106,7 @@ def _first_host(environ: Mapping[str, str], num_nodes: int, node_id: int) -> str
             return order[0]
     raise SettingError(
         f"Slurm made host {own} node {node_id} and lists the nodes as {', '.join(hosts)}",
-        "it does not tell which of them is node 0",
+        "it does not say which of them is node 0",
         "set --master-addr to the name of the host of task 0",
     )
 
@@ -215,7 +215,7 @@ def _expand_ranges(ranges: str) -> Iterator[str]:
             yield f"{number:0{len(match[1])}d}"  # leading zeros of the first bound are part of the name
 
 
-def check_alone(environ: Mapping[str, str], *, num_gpus: int | None, num_nodes: int | None) -> str | None:
+def check_without_srun(environ: Mapping[str, str], *, num_gpus: int | None, num_nodes: int | None) -> str | None:
     """Look at a process that no launcher started, inside a Slurm job; None stands for a flag not given.
 
     In the body of a batch script a single process of a job of several tasks is a mistake; in a shell it may be meant,
@@ -227,43 +227,44 @@ def check_alone(environ: Mapping[str, str], *, num_gpus: int | None, num_nodes: 
     if num_nodes is not None and num_nodes_given is not None and num_nodes > num_nodes_given:
         raise SettingError(
             f"--num-nodes {num_nodes} was set",
-            f"this Slurm job has {counted(num_nodes_given, 'node')}",
+            f"this Slurm job has {pluralize(num_nodes_given, 'node')}",
             f"set --num-nodes {num_nodes_given}, or ask Slurm for --nodes {num_nodes}",
         )
     num_tasks = _sum(environ, "SLURM_NTASKS") or num_nodes_given or 1
     if is_step(environ) or num_tasks == 1 or num_gpus is not None or num_nodes is not None:
         return None
-    where = f"{counted(num_tasks, 'task')} on {counted(num_nodes_given or 1, 'node')}"
+    where = f"{pluralize(num_tasks, 'task')} on {pluralize(num_nodes_given or 1, 'node')}"
     if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", _BATCH_STEP) == _BATCH_STEP:
         raise SettingError(
             "stormo was started in the body of a Slurm batch script without srun",
             f"the job asks for {where} and only this one process would train",
-            "write srun in front of it, or set --num-gpus for the workers that it starts on this node by itself",
+            "write srun in front of it, or set --num-gpus for the workers that it starts on this node",
         )
     return f"this Slurm job has {where}, and this is one process; srun in front of the command starts all of them"
 
 
-def hints(environ: Mapping[str, str], place: RankInfo, pid: int) -> list[str]:
-    """Hints for a step that is as it was asked for, but hardly as it was meant."""
+def hints(environ: Mapping[str, str], info: RankInfo, pid: int) -> list[str]:
+    """Hints for a step that was probably meant otherwise."""
     found = []
     tasks = step_tasks(environ)
     if len(set(tasks)) > 1:
         shown = ", ".join(map(str, tasks[:8])) + (", …" if len(tasks) > 8 else "")
-        each, rest = divmod(place.world_size, place.num_nodes)
+        each, rest = divmod(info.world_size, info.num_nodes)
         found.append(
-            f"srun put {shown} tasks on the {place.num_nodes} nodes"
+            f"srun put {shown} tasks on the {info.num_nodes} nodes"
             + ("" if rest else f"; --ntasks-per-node={each} puts the same number on each")
         )
     if "SLURM_PTY_PORT" in environ and environ.get("SLURM_TASK_PID") != str(pid):
         found.append(
-            f"srun --pty started {counted(place.world_size, 'task')}, of which only this one has a terminal, and waits "
+            f"srun --pty started {pluralize(info.world_size, 'task')}, of which only this one has a terminal, and "
+            "waits "
             "for the others; for a shell, start one task (srun --pty --ntasks 1), and srun --overlap in it"
         )
     num_nodes = _sum(environ, "SLURM_JOB_NUM_NODES")
-    if num_groups(environ) > 1 and num_nodes is not None and place.num_nodes < num_nodes:
+    if num_groups(environ) > 1 and num_nodes is not None and info.num_nodes < num_nodes:
         groups = ",".join(str(group) for group in range(num_groups(environ)))
         found.append(
-            f"srun started tasks on {counted(place.num_nodes, 'node')} of the {num_nodes} of this heterogeneous job; "
+            f"srun started tasks on {pluralize(info.num_nodes, 'node')} of the {num_nodes} of this heterogeneous job; "
             f"--het-group={groups} takes all"
         )
     return found
@@ -276,7 +277,7 @@ def gpus_on_node(environ: Mapping[str, str]) -> int | None:
 
 
 def _sum(environ: Mapping[str, str], name: str) -> int | None:
-    """A count of the job, over all groups of a heterogeneous one; None where Slurm does not tell."""
+    """A count of the job, over all groups of a heterogeneous one; None if unknown."""
     parts = [environ.get(f"{name}_HET_GROUP_{group}", "") for group in range(num_groups(environ))]
     numbers = [int(text) for text in parts if text.isdecimal()] or [
         int(text) for text in [environ.get(name, "")] if text.isdecimal()

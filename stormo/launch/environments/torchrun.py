@@ -13,7 +13,7 @@ from stormo.errors import SettingError
 from stormo.launch.rank_info import RankInfo, host_name, read_int
 from stormo.system.process import start_ticks
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a worker's last word
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for the error of a worker
 _SURVIVOR_LATER_S = 5  # torchrun sees a worker that was killed at most a second or two after its peers
 _NO_ID = "none"  # what torchrun calls a job without --rdzv-id
 
@@ -40,18 +40,18 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
 
 
 def check_restarts(environ: Mapping[str, str], max_restarts: int) -> None:
-    """Refuse a number of restarts that is not the one torchrun was told: it is the one who restarts."""
-    told = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if told != str(max_restarts):
+    """Refuse a number of restarts other than torchrun's, which does them."""
+    actual = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if actual != str(max_restarts):
         raise SettingError(
             f"--max-restarts {max_restarts} was set",
-            f"torchrun starts the workers, with --max-restarts {told}",
+            f"torchrun starts the workers, with --max-restarts {actual}",
             "give it to torchrun instead",
         )
 
 
 def launch_id(environ: Mapping[str, str]) -> str | None:
-    """What all rounds of one torchrun have in common: its --rdzv-id or, without, the agent of this node."""
+    """Identifies one torchrun over its restarts: its --rdzv-id or, without, the agent of this node."""
     if not detect(environ) or "TORCHELASTIC_MAX_RESTARTS" not in environ:
         return None
     run_id = environ["TORCHELASTIC_RUN_ID"]
@@ -63,9 +63,9 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
 
 
 def note_failure(environ: Mapping[str, str], message: str, *, is_cause: bool = True) -> None:
-    """Write why this worker ends to where torchrun's agent looks for it.
+    """Write the error of this worker for torchrun's agent.
 
-    torchrun calls the earliest failure the root cause, to the second, so that a survivor's must look later.
+    torchrun calls the earliest failure the root cause, to the second, so that a survivor's gets a later time.
     """
     path = environ.get(_ERROR_FILE)
     if path:

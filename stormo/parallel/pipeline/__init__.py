@@ -1,5 +1,1 @@
-"""Layers in stages, one after the other: a model cut into stages, the orders in which they run, and the run itself.
-
-`orders`, `bubble` and `picture` are pure arithmetic without torch; `pieces` and `split` cut a model; `engine` runs a
-batch through the stages of this worker with torch.distributed.pipelining.
-"""
+"""Pipeline parallelism: a model in stages (`split_points`, `partition`), their `schedules`, and the `engine`."""

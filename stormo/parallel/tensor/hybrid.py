@@ -1,12 +1,11 @@
-"""Krizhevsky's hybrid (arXiv 1404.5997): all workers have the trunk, and the classifier is cut over them.
+"""Krizhevsky's hybrid (arXiv 1404.5997): feature layers are replicated, and the classifier is sharded.
 
-Each worker takes its own samples through the trunk. Then there are as many rounds as workers: in each, the features of
-one worker's samples go to all, and all compute the classifier on them together, so that it sees one worker's batch at
-a time and its weights never travel.
+Each worker runs its own samples through the feature layers. Then there are as many rounds as workers. In each round,
+the features of one worker go to all, and all compute the classifier on them together. Its weights are never sent.
 
-A worker's loss counts its own samples, and the trunk's gradients are averaged over the workers. Those of the
-classifier come out as that very mean, by the factors in `_ToAll` and `_ToOwner`: a cut parameter's gradient is ready as
-it is, and one that is whole is equal on all workers.
+A worker's loss has its own samples, and the feature layers' gradients are averaged over all workers. The factors in
+`_ToAll` and `_ToOwner` make the classifier's gradients that same mean: a sharded parameter's gradient is final, and a
+whole one's is equal on all workers.
 """
 
 from __future__ import annotations
@@ -30,23 +29,22 @@ from stormo.parallel.tensor.split import split_tensor
 from stormo.tasks.task import Task
 
 
-def split_classifier(task: Task, model: nn.Module, line: SubGroup) -> dict[str, ShardSpec]:
-    """Cut the model's classifier over the line, whose workers take different samples; the cuts by parameter name.
+def split_classifier(task: Task, model: nn.Module, group: SubGroup) -> dict[str, ShardSpec]:
+    """Shard the model's classifier over workers with different samples; the shards by parameter name.
 
-    The model is called as before, on this worker's samples, and by all workers equally often; how many samples each
-    has may differ. Parameters in the cuts are left out of the averaging of gradients over this line; all others take
-    part in it.
+    All workers call the model equally often; their numbers of samples may differ. The gradients of sharded parameters
+    must not be averaged over this group.
     """
-    found = find_classifier(task, model, line.size)
-    if line.size == 1:
+    found = find_classifier(task, model, group.size)
+    if group.size == 1:
         return {}
-    asked = f"--strategy hybrid was set with {line.size} workers"
-    cuts = split_tensor(model, found.plan, line, asked=asked, remedy="start {} workers")
+    asked = f"--strategy hybrid was set with {group.size} workers"
+    specs = split_tensor(model, found.plan, group, asked=asked, remedy="start {} workers")
     module: Any = model.get_submodule(found.path)
     kind: Any = type(module)
     module.__class__ = _in_rounds(kind)
-    module.exchange, module.first = _Exchange(line, is_random=draws_random(module)), found.first
-    return cuts
+    module.exchange, module.first = _Exchange(group, is_random=draws_random(module)), found.first
+    return specs
 
 
 @functools.cache
@@ -55,110 +53,110 @@ def _in_rounds(plain: type[nn.Module]) -> type[Any]:
 
 
 class _InRounds(nn.Module):
-    """What a classifier becomes: its own computation on one worker's features after the other's."""
+    """A classifier that computes on the features of one worker after the other."""
 
     exchange: _Exchange
-    first: int | None  # child of a chain with which the classifier begins; None for the whole module
+    first: int | None  # first child of the classifier in a chain; None for the whole module
 
-    # The rounds depend on the other workers' sizes: compiled code ends before them and goes on after them.
+    # The rounds depend on the other workers' sizes, so they are not compiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def forward(self, features: Tensor) -> Tensor:
-        """This worker's features -> this worker's scores."""
+        """This worker's features -> its scores."""
         if self.first is None:
             return self.exchange.in_rounds(features, super().forward, is_training=self.training)
         layers: list[Any] = list(self._modules.values())
-        trunk, classifier = layers[: self.first], layers[self.first :]
+        feature_layers, classifier = layers[: self.first], layers[self.first :]
         return self.exchange.in_rounds(
-            _one_after_another(trunk, features),
-            functools.partial(_one_after_another, classifier),
+            _run_all(feature_layers, features),
+            functools.partial(_run_all, classifier),
             is_training=self.training,
         )
 
 
-def _one_after_another(layers: Sequence[Callable[[Tensor], Tensor]], features: Tensor) -> Tensor:
+def _run_all(layers: Sequence[Callable[[Tensor], Tensor]], features: Tensor) -> Tensor:
     for layer in layers:
         features = layer(features)
     return features
 
 
 class _Exchange:
-    """The rounds among the workers of a line."""
+    """The rounds among the workers."""
 
-    def __init__(self, line: SubGroup, *, is_random: bool) -> None:
-        self._line = line
+    def __init__(self, group: SubGroup, *, is_random: bool) -> None:
+        self._group = group
         self._is_random = is_random
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copy of the model has the same workers
 
     def in_rounds(self, features: Tensor, compute: Callable[[Tensor], Tensor], *, is_training: bool) -> Tensor:
-        """This worker's part of what all compute together."""
+        """This worker's part of the result of all rounds."""
         is_random = self._is_random and is_training
         sizes, seed = self._announce(len(features), is_random)
         arrivals: list[dist.Work | None] = []
         outputs = []
-        batches: tuple[Tensor, ...] = _ToAll.apply(features, self._line, sizes, arrivals)  # type: ignore[no-untyped-call]
+        batches: tuple[Tensor, ...] = _ToAll.apply(features, self._group, sizes, arrivals)  # type: ignore[no-untyped-call]
         for number, (batch, arrival) in enumerate(zip(batches, arrivals, strict=True)):
             if arrival is not None:
-                arrival.wait()  # the next ones travel while this one is computed
-            if is_random:  # what all workers compute alike must leave out the same units on all of them
+                arrival.wait()  # the next ones are received while this one is computed
+            if is_random:  # whole layers must drop the same units on all workers
                 with drawing_from(derive_seed(seed, "round", number), features.device):
                     outputs.append(compute(batch))
             else:
                 outputs.append(compute(batch))
-        mine: Tensor = _ToOwner.apply(self._line, *outputs)  # type: ignore[no-untyped-call]
+        mine: Tensor = _ToOwner.apply(self._group, *outputs)  # type: ignore[no-untyped-call]
         return mine
 
     def _announce(self, num_samples: int, is_random: bool) -> tuple[list[int], int]:
-        """How many samples each worker has, and the first one's draw."""
+        """The number of samples of each worker, and a seed of the first."""
         mine = torch.tensor([num_samples, int(torch.randint(2**62, ())) if is_random else 0])
-        said = [torch.empty_like(mine) for _ in range(self._line.size)]
-        dist.all_gather(said, mine, group=self._line.group)
-        return [int(one[0]) for one in said], int(said[0][1])
+        gathered = [torch.empty_like(mine) for _ in range(self._group.size)]
+        dist.all_gather(gathered, mine, group=self._group.group)
+        return [int(one[0]) for one in gathered], int(gathered[0][1])
 
 
 class _ToAll(torch.autograd.Function):
-    """Every worker's features on all workers, on their way; the gradients of its own come back to each."""
+    """Start to send every worker's features to all; each gets the gradients of its own."""
 
     @staticmethod
     def forward(
-        ctx: Any, features: Tensor, line: SubGroup, sizes: list[int], arrivals: list[dist.Work | None]
+        ctx: Any, features: Tensor, group: SubGroup, sizes: list[int], arrivals: list[dist.Work | None]
     ) -> tuple[Tensor, ...]:
-        ctx.line = line
+        ctx.group = group
         batches = []
         for owner, size in enumerate(sizes):
-            if owner == line.rank:
+            if owner == group.rank:
                 batch = features.clone(memory_format=torch.contiguous_format)
             else:
                 batch = features.new_empty((size, *features.shape[1:]))
-            arrivals.append(dist.broadcast(batch, group=line.group, group_src=owner, async_op=True) if size else None)
+            arrivals.append(dist.broadcast(batch, group=group.group, group_src=owner, async_op=True) if size else None)
             batches.append(batch)
         return tuple(batches)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Whole on every worker already; times the size, which `_ToOwner` has taken out of it.
-        return grads[ctx.line.rank] * ctx.line.size, None, None, None
+        # Already whole on every worker; times the size, by which `_ToOwner` has divided.
+        return grads[ctx.group.rank] * ctx.group.size, None, None, None
 
 
 class _ToOwner(torch.autograd.Function):
-    """Of the scores of all rounds this worker's; each owner's gradients go to all, as a mean over the workers."""
+    """This worker's scores of all rounds; each owner's gradients go to all, divided by the number of workers."""
 
     @staticmethod
-    def forward(ctx: Any, line: SubGroup, *outputs: Tensor) -> Tensor:
-        ctx.line = line
+    def forward(ctx: Any, group: SubGroup, *outputs: Tensor) -> Tensor:
+        ctx.group = group
         ctx.like = [(output.shape, output.dtype) for output in outputs]
-        return outputs[line.rank].clone()
+        return outputs[group.rank].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        line, grads, arrivals = ctx.line, [], []
+        group, grads, arrivals = ctx.group, [], []
         for owner, (shape, dtype) in enumerate(ctx.like):
             sent = grad.new_empty(shape, dtype=dtype)
-            if owner == line.rank:
-                torch.div(grad, line.size, out=sent)
+            if owner == group.rank:
+                torch.div(grad, group.size, out=sent)
             if sent.numel():
-                arrivals.append(dist.broadcast(sent, group=line.group, group_src=owner, async_op=True))
+                arrivals.append(dist.broadcast(sent, group=group.group, group_src=owner, async_op=True))
             grads.append(sent)
         for arrival in arrivals:
             arrival.wait()
@@ -170,7 +168,7 @@ _ASKED = "--strategy hybrid was set"
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """The module that holds it, the child with which it begins, and how its layers are cut."""
+    """The module of the classifier, its first child, and its tensor plan."""
 
     path: str
     first: int | None  # None: the whole module
@@ -178,23 +176,21 @@ class Classifier:
 
 
 def find_classifier(task: Task, model: nn.Module, size: int) -> Classifier:
-    """The classifier of a model for so many workers, or a sentence that says what is missing."""
-    said = task.classifier(model)
-    path = _last_linear(task, model) if said is None else _path_of(task, model, said)
-    if said is None:
-        path = _climb(model, path)
+    """The classifier of a model for this many workers."""
+    given = task.classifier(model)
+    path = _climb(model, _last_linear(task, model)) if given is None else _path_of(task, model, given)
     module = model.get_submodule(path)
     layers, first = chain_of(module, path), None
     if is_chain(module):
         children = chain_of(module, path, is_deep=False)
-        first = _beginning([child for _, child in children], is_whole=said is not None)
+        first = _beginning([child for _, child in children], is_whole=given is not None)
         layers = [layer for name, child in children[first:] for layer in chain_of(child, name)]
     plan = _own_plan(task, model, path) or chain_plan(layers, size)
     name = type(task).__name__
     if not plan:
         raise SettingError(
             _ASKED,
-            f"it is not known how the layers of {path or type(model).__name__} can be cut over {size} workers",
+            f"it is not known how to shard the layers of {path or type(model).__name__} over {size} workers",
             f"say so in {name}, as in def tensor_plan(self, model): return "
             f'{{"{path or "classifier"}.up": "column", "{path or "classifier"}.down": "row"}}',
         )
@@ -202,14 +198,14 @@ def find_classifier(task: Task, model: nn.Module, size: int) -> Classifier:
     if all(id(parameter) in inside for parameter in model.parameters()):
         raise SettingError(
             _ASKED,
-            f"all layers of {type(model).__name__} are its classifier, and none is left to be copied",
+            f"all layers of {type(model).__name__} are its classifier, and none is left to replicate",
             "set --strategy tensor or ddp",
         )
     for layer_path, layer in layers:
         for buffer, _ in layer.named_buffers():
             raise SettingError(
                 _ASKED,
-                f"{layer_path} keeps {buffer} of the batches it sees, and a classifier sees every worker's in turn",
+                f"{layer_path} keeps {buffer} of its batches, and a classifier gets every worker's batch in turn",
                 f"say in {name} that the classifier begins after it: def classifier(self, model)",
             )
     return Classifier(path, first, plan)
@@ -231,7 +227,7 @@ def _last_linear(task: Task, model: nn.Module) -> str:
 
 
 def _climb(model: nn.Module, path: str) -> str:
-    """The chain that a layer is in, and further up as long as all of the lower one is fully connected."""
+    """The outermost chain around a layer in which all that follows is fully connected."""
     parent = path.rpartition(".")[0]
     while path and is_chain(model.get_submodule(parent)):
         module = model.get_submodule(path)
@@ -242,10 +238,7 @@ def _climb(model: nn.Module, path: str) -> str:
 
 
 def _beginning(children: Sequence[nn.Module], *, is_whole: bool) -> int:
-    """The first child of the classifier that has weights: what has none before it stays with the trunk.
-
-    Unless the whole chain is the classifier, that is its fully connected end.
-    """
+    """The first child with weights of the classifier: the fully connected end, unless the whole chain is it."""
     first = 0 if is_whole else len(children)
     while first and all(_is_connected(layer) for _, layer in chain_of(children[first - 1])):
         first -= 1
@@ -258,12 +251,12 @@ def _is_connected(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear or is_elementwise(layer)
 
 
-def _path_of(task: Task, model: nn.Module, said: nn.Module | str) -> str:
+def _path_of(task: Task, model: nn.Module, given: nn.Module | str) -> str:
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for path, module in modules.items():
-        if module is said or path == said:
+        if module is given or path == given:
             return path
-    shown = repr(said) if isinstance(said, str) else f"a {type(said).__name__}"
+    shown = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
     children = ", ".join(name for name, _ in model.named_children())
     raise SettingError(
         f"{type(task).__name__}.classifier() returned {shown}",
@@ -273,10 +266,10 @@ def _path_of(task: Task, model: nn.Module, said: nn.Module | str) -> str:
 
 
 def _own_plan(task: Task, model: nn.Module, path: str) -> dict[str, str]:
-    """What the task's plan says of the classifier's layers."""
-    said = task.tensor_plan(model)
-    if said is None:
+    """The task's plan for the classifier's layers."""
+    given = task.tensor_plan(model)
+    if given is None:
         return {}
-    styles = matched(model, said, f"{type(task).__name__}.tensor_plan()")
+    styles = matched(model, given, f"{type(task).__name__}.tensor_plan()")
     inside = {name for name, _ in model.get_submodule(path).named_modules(prefix=path)}
     return {name: style.text for name, style in styles.items() if name in inside}

@@ -1,7 +1,7 @@
-"""Which layers of a model the axis tensor cuts: said by the task, known for the built-in GPT, derived for an MLP.
+"""Which layers of a model the axis tensor shards: by the task, for the built-in GPT, or derived for an MLP.
 
-A plan maps patterns of layer paths to what becomes of these layers. `column` makes cut activations out of whole ones
-and `row` whole ones out of cut ones; the other kinds take and give whole ones.
+A plan maps patterns of layer paths to kinds of layers. `column` makes sharded activations from whole ones, and `row`
+whole ones from sharded ones. The other kinds have whole inputs and outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GPT = {
     "blocks.*.up": COLUMN,
     "blocks.*.down": ROW,
 }
-# What computes every number from itself alone, so that it may stand between a column and a row.
+# Elementwise layers, which may stand between a column and a row.
 _ELEMENTWISE = (
     *(activation.CELU, activation.ELU, activation.GELU, activation.Hardshrink, activation.Hardsigmoid),
     *(activation.Hardswish, activation.Hardtanh, activation.LeakyReLU, activation.LogSigmoid, activation.Mish),
@@ -37,24 +37,24 @@ _ELEMENTWISE = (
     *(activation.Softshrink, activation.Softsign, activation.Tanh, activation.Tanhshrink, activation.Threshold),
     *(nn.Identity, nn.Dropout, nn.AlphaDropout),
 )
-Chain = Sequence[tuple[str, nn.Module]]  # layers by path, each of which takes what the one before it gives
+Chain = Sequence[tuple[str, nn.Module]]  # consecutive layers by path
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelStyle:
-    """What a plan says of a layer."""
+    """How a plan shards a layer."""
 
     kind: str
-    num_groups: int | None = None  # equal groups that stay whole, as heads do
+    num_groups: int | None = None  # indivisible groups of equal size, such as heads
 
     @property
     def text(self) -> str:
-        """As a plan has it."""
+        """As written in a plan."""
         return self.kind if self.num_groups is None else f"{self.kind}:{self.num_groups}"
 
 
 def derive_plan(task: Task, model: nn.Module, size: int) -> dict[str, str]:
-    """The task's own plan, or one for the built-in GPT or a chain of layers; for so many workers along tensor."""
+    """The task's own plan, or one for the built-in GPT or a chain of layers."""
     own = task.tensor_plan(model)
     if own is not None:
         matched(model, own, f"{type(task).__name__}.tensor_plan()")
@@ -66,18 +66,18 @@ def derive_plan(task: Task, model: nn.Module, size: int) -> dict[str, str]:
     if not plan:
         raise SettingError(
             f"tensor={size} was set",
-            f"it is not known how the layers of {type(model).__name__} can be cut",
-            f"say so in {type(task).__name__}.tensor_plan(model)" + example(model, size),
+            f"it is not known how to shard the layers of {type(model).__name__}",
+            f"return it from {type(task).__name__}.tensor_plan(model)" + _example(model, size),
         )
     return plan
 
 
 def matched(model: nn.Module, plan: Any, origin: str = "tensor_plan") -> dict[str, ParallelStyle]:
-    """The layers that a plan names, by path; a sentence for whatever cannot be meant."""
+    """The layers that a plan names, by path. Raises SettingError for a plan that cannot be right."""
     if not isinstance(plan, Mapping) or not all(isinstance(text, str) for item in plan.items() for text in item):
         raise SettingError(
             f"{origin} is {plan!r}",
-            "it maps layers to what becomes of them, as texts",
+            "it maps layer paths to kinds, both as text",
             'return something like {"up": "column", "down": "row"}',
         )
     styles: dict[str, ParallelStyle] = {}
@@ -90,14 +90,14 @@ def matched(model: nn.Module, plan: Any, origin: str = "tensor_plan") -> dict[st
             if styles.setdefault(path, style) != style:
                 raise SettingError(
                     f"{origin} names {path} as {styles[path].kind} and as {style.kind}",
-                    "a layer is cut in one way",
+                    "a layer is sharded in one way",
                     "make the patterns narrower",
                 )
     kinds = {style.kind for style in styles.values()}
     for kind, other in ((COLUMN, ROW), (ROW, COLUMN)):
         if kind in kinds and other not in kinds:
             path = next(path for path, style in styles.items() if style.kind == kind)
-            does = "leaves its outputs cut" if kind == COLUMN else "takes inputs that are cut"
+            does = "leaves its outputs sharded" if kind == COLUMN else "takes sharded inputs"
             raise SettingError(
                 f"{origin} names {path} as {kind}",
                 f"that {does}, and no layer is named as {other}",
@@ -128,20 +128,20 @@ def _no_such_layer(model: nn.Module, pattern: str, origin: str) -> SettingError:
     return SettingError(
         f"{origin} names {pattern!r}",
         f"no layer of {type(model).__name__} has such a path",
-        f"{hint}it can cut: {', '.join(patterns) or 'nothing'}",
+        f"{hint}it can shard: {', '.join(patterns) or 'nothing'}",
     )
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether a module runs its children one after the other."""
+    """Whether a module only runs its children one after the other."""
     return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
 
 
 def chain_of(module: nn.Module, path: str = "", *, is_deep: bool = True) -> list[tuple[str, nn.Module]]:
-    """The layers of a chain by path, with those of chains inside it unless it is only its own that are asked for."""
+    """The layers of a chain by path, with those of chains inside it unless `is_deep` is False."""
     if not is_chain(module):
         return [(path, module)]
-    # Not `named_children`, which leaves out a layer that comes again.
+    # Not `named_children`, which drops a repeated layer.
     own = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None]
     return [layer for name, child in own for layer in chain_of(child, name)] if is_deep else own
 
@@ -152,10 +152,10 @@ def is_elementwise(layer: nn.Module) -> bool:
 
 
 def chain_plan(chain: Chain, size: int) -> dict[str, str]:
-    """Pairs of column and row; a layer without a partner is cut by itself where its sizes allow it."""
+    """Pairs of column and row; a layer without a partner is sharded alone if its sizes allow it."""
     plan: dict[str, str] = {}
     layers = [layer for _, layer in chain]
-    # One that comes again stays whole: its place in a pair would not be the same each time.
+    # A repeated layer stays whole: it could be in different pairs.
     linears = [n for n, layer in enumerate(layers) if type(layer) is nn.Linear and layers.count(layer) == 1]
     while linears:
         first = linears.pop(0)
@@ -171,8 +171,8 @@ def chain_plan(chain: Chain, size: int) -> dict[str, str]:
     return plan
 
 
-def example(model: nn.Module, size: int) -> str:
-    """How a user would write a plan, with names of the model; nothing where no layers are known to belong together."""
+def _example(model: nn.Module, size: int) -> str:
+    """How a user would write a plan, with names of the model; empty if no layers are known to be a pair."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
         plan = plan or (chain_plan(chain_of(module, path), size) if is_chain(module) else _pair(path, module))
@@ -181,11 +181,11 @@ def example(model: nn.Module, size: int) -> str:
 
 
 def _pair(path: str, module: nn.Module) -> dict[str, str]:
-    """Neighbours in a module, of which one takes what those before it give.
+    """Neighbouring layers of a module, the last of which has the width of the others' outputs as its input.
 
-    Layers that do not change the width, as queries and keys, may stand side by side: nothing is said of these.
+    Layers that do not change the width, such as queries and keys, may be parallel branches: they are not paired.
     """
-    before: list[tuple[str, nn.Linear]] = []  # alike, as the two first layers of a gated block
+    before: list[tuple[str, nn.Linear]] = []  # of equal sizes, as the two first layers of a gated block
     for name, layer in module.named_children():
         full = f"{path}.{name}" if path else name
         if not isinstance(layer, nn.Linear):

@@ -1,13 +1,12 @@
-"""Cuts the layers of a plain model over the workers of a line, in place; names of modules and parameters stay.
+"""Shards the layers of a model over the axis tensor, in place. Names of modules and parameters stay.
 
-Which layers, and how, is said by a plan: patterns of layer paths -> a row of `KINDS`. Where the plan comes from is in
-`tensor_plan.py`; how a cut layer computes in `split_layers.py`.
+A plan (`plan.py`) maps patterns of layer paths to rows of `KINDS`. How a sharded layer computes is in `layers.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +39,10 @@ from stormo.parallel.tensor.plan import (
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    layer: type[nn.Module]  # what is cut
+    layer: type[nn.Module]  # the plain layer
     becomes: type[Any]
-    dims: Mapping[str, int]  # parameter -> the dimension that is cut
-    size: str  # attribute of the layer that counts what is cut
+    dims: Mapping[str, int]  # parameter -> its sharded dimension
+    size: str  # attribute of the layer with the size of that dimension
     noun: str
 
 
@@ -60,92 +59,89 @@ KINDS: dict[str, _Kind] = {
 def split_tensor(
     model: nn.Module,
     plan: Mapping[str, str],
-    line: SubGroup,
+    group: SubGroup,
     *,
     asked: str | None = None,
     remedy: str = "set tensor={}",
 ) -> dict[str, ShardSpec]:
-    """Cut the layers of a plan for this worker's place on the line; the cuts by the parameters' names.
+    """Shard the layers of a plan for this worker; the shards by parameter name.
 
-    Weights that are there already are cut and the rest of them is freed; on the device meta only shapes change. All
-    is checked before anything is changed.
+    Weights are cut and the rest is freed; on meta only shapes change. Everything is checked before anything changes.
 
     Args:
         model: whose layers are changed in place.
-        plan: patterns of paths -> how those layers are cut; `Task.tensor_plan` describes it.
-        line: the workers along the axis tensor.
+        plan: patterns of paths -> how those layers are sharded; see `Task.tensor_plan`.
+        group: the workers along the axis tensor.
         asked: what the user has set, as the beginning of an error; default the axis of the mesh.
-        remedy: the end of that error, with a place for the numbers of workers that would do.
+        remedy: the end of that error, with `{}` for possible numbers of workers.
     """
-    if line.size == 1:
+    if group.size == 1:
         return {}
     styles = matched(model, plan)
     for path, style in styles.items():
         _check_layer(model, path, style)
         count, noun = _units(model, path, style)
-        if count % line.size:
+        if count % group.size:
             raise SettingError(
-                asked or f"--mesh tensor={line.size} was set",
-                f"{path} has {count} {noun}, which {line.size} do not divide",
-                remedy.format(_near_divisors(count, line.size)),
+                asked or f"--mesh tensor={group.size} was set",
+                f"{path} has {count} {noun}, which {group.size} do not divide",
+                remedy.format(_near_divisors(count, group.size)),
             )
-    cuts = _cuts(model, styles, line)
-    draws = TensorParallelRng(line.rank) if draws_random(model) else None
+    specs = _shard_specs(model, styles, group)
+    rng = TensorParallelRng(group.rank) if draws_random(model) else None
     with torch.no_grad():
-        for parameter, cut in cuts.items():
-            length = cut.whole_size // line.size
-            parameter.data = parameter.data.narrow(cut.dim, cut.start, length).clone(
+        for parameter, spec in specs.items():
+            length = spec.whole_size // group.size
+            parameter.data = parameter.data.narrow(spec.dim, spec.start, length).clone(
                 memory_format=torch.contiguous_format
             )
     for path, style in styles.items():
-        _change(model.get_submodule(path), KINDS[style.kind], line, draws)
+        _convert(model.get_submodule(path), KINDS[style.kind], group, rng)
         if style.kind == WHOLE_ROW:
             model.get_submodule(path).input_is_parallel = False  # type: ignore[assignment]
-    return {name: cuts[parameter] for name, parameter in model.named_parameters() if parameter in cuts}
+    return {name: specs[parameter] for name, parameter in model.named_parameters() if parameter in specs}
 
 
-def _change(layer: Any, kind: _Kind, line: SubGroup, draws: TensorParallelRng | None) -> None:
-    assert line.group is not None
+def _convert(layer: Any, kind: _Kind, group: SubGroup, rng: TensorParallelRng | None) -> None:
+    assert group.group is not None
     becomes: Any = kind.becomes
     plain: Any = type(layer)
     layer.__class__ = _class_of(becomes, plain)
-    layer.group, layer.place, layer.num_parts, layer.draws = line.group.group_name, line.rank, line.size, draws
-    local = getattr(layer, kind.size) // line.size
+    layer.group, layer.tp_rank, layer.tp_size, layer.rng = group.group.group_name, group.rank, group.size, rng
+    local = getattr(layer, kind.size) // group.size
     setattr(layer, kind.size, local)
     if isinstance(layer, VocabParallelEmbedding) and layer.padding_idx is not None:
-        padding = layer.padding_idx - line.rank * local
+        padding = layer.padding_idx - group.rank * local
         layer.padding_idx = padding if 0 <= padding < local else None
 
 
 @functools.cache
 def _class_of(becomes: type[Any], plain: type[nn.Module]) -> type[Any]:
-    """A layer of a user's own subclass stays an instance of it."""
+    """An instance of a user's subclass stays one."""
     is_torch_own = plain in (nn.Linear, nn.Embedding)
     return becomes if is_torch_own else variant("TensorParallel", becomes, plain)
 
 
-def _cuts(model: nn.Module, styles: Mapping[str, ParallelStyle], line: SubGroup) -> dict[nn.Parameter, ShardSpec]:
-    """What becomes of each parameter; one that several layers share must be cut alike in all of them."""
+def _shard_specs(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], group: SubGroup
+) -> dict[nn.Parameter, ShardSpec]:
+    """The shard of each sharded parameter; layers that share one must shard it alike."""
     found: dict[nn.Parameter, tuple[str, ShardSpec | None]] = {}
     for path, layer in model.named_modules():
         dims = KINDS[styles[path].kind].dims if path in styles else {}
-        for name, parameter in _own_parameters(layer):
-            dim, cut = dims.get(name), None
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
+            dim, spec = dims.get(name), None
             if dim is not None:
                 size = parameter.shape[dim]
-                cut = ShardSpec(dim, line.rank * (size // line.size), size)
-            other, earlier = found.setdefault(parameter, (path, cut))
-            if earlier != cut:
+                spec = ShardSpec(dim, group.rank * (size // group.size), size)
+            other, earlier = found.setdefault(parameter, (path, spec))
+            if earlier != spec:
                 raise SettingError(
-                    f"tensor_plan cuts {path if earlier is None else other}",
-                    f"it shares its {name} with {other if earlier is None else path}, which is not cut alike",
+                    f"tensor_plan shards {path if earlier is None else other}",
+                    f"it shares its {name} with {other if earlier is None else path}, which is not sharded alike",
                     "name both in the plan, as vocabulary and column-gathered for an embedding tied to a head",
                 )
-    return {parameter: cut for parameter, (_, cut) in found.items() if cut is not None}
-
-
-def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in layer._parameters.items() if parameter is not None)
+    return {parameter: spec for parameter, (_, spec) in found.items() if spec is not None}
 
 
 def _check_layer(model: nn.Module, path: str, style: ParallelStyle) -> None:
@@ -157,7 +153,7 @@ def _check_layer(model: nn.Module, path: str, style: ParallelStyle) -> None:
 
 
 def _units(model: nn.Module, path: str, style: ParallelStyle) -> tuple[int, str]:
-    """How many equal pieces of a layer must stay whole, and what they are."""
+    """The number and the kind of the indivisible units of a layer, such as heads."""
     kind = KINDS[style.kind]
     whole: int = getattr(model.get_submodule(path), kind.size)
     if style.num_groups is not None:
@@ -175,12 +171,12 @@ def _units(model: nn.Module, path: str, style: ParallelStyle) -> tuple[int, str]
 
 
 def _obstacle(layer: nn.Module, kind: _Kind) -> str | None:
-    """Why a layer cannot be cut in this way."""
+    """Why a layer cannot be sharded in this way."""
     if not isinstance(layer, kind.layer):
         return f"it is a {type(layer).__name__}"
     if type(layer).forward is not kind.layer.forward or "forward" in vars(layer):
-        return f"its class {type(layer).__name__} has a forward pass of its own"
-    if "weight" not in layer._parameters:
+        return f"its class {type(layer).__name__} overrides forward"
+    if "weight" not in dict(layer.named_parameters(recurse=False)):
         return "its weight is computed from other parameters"
     if isinstance(layer, nn.Embedding):
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -196,17 +192,17 @@ def _near_divisors(count: int, size: int) -> str:
 
 
 def unequal_gradients(
-    gradients: Iterable[tuple[str, Tensor | None]], cuts: Mapping[str, ShardSpec], line: SubGroup
+    gradients: Iterable[tuple[str, Tensor | None]], specs: Mapping[str, ShardSpec], group: SubGroup
 ) -> list[str]:
-    """The parameters that are whole but whose gradients differ between the workers of a line, after a pass of all.
+    """The whole parameters whose gradients differ between the workers, after a backward of all.
 
-    A right plan leaves none: such a parameter belongs to a layer that computes with cut activations. Rounding that
-    differs from worker to worker, as some kernels of a GPU have it, is let pass.
+    A correct plan has none: such a parameter belongs to a layer with sharded activations. Differences by rounding, as
+    in some GPU kernels, are ignored.
     """
-    named = [(name, gradient) for name, gradient in gradients if name not in cuts and gradient is not None]
-    if line.size == 1 or not named:
+    named = [(name, gradient) for name, gradient in gradients if name not in specs and gradient is not None]
+    if group.size == 1 or not named:
         return []
     norms = torch.stack([plain(gradient).norm().double().cpu() for _, gradient in named])
-    largest = line.max(torch.cat((norms, -norms)))
+    largest = group.max(torch.cat((norms, -norms)))
     high, low = largest[: len(named)], -largest[len(named) :]
     return [name for (name, _), differs in zip(named, high - low > 1e-3 * high, strict=True) if differs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from stormo.cli import main
+from stormo.data.staging.node_cache import stage
 from stormo.telemetry.text import format_bytes
 from tests import programs
 from tests.data.staging.task import write_points
@@ -43,7 +46,7 @@ def summary(place: Path, run: str) -> dict[str, Any]:
     return found
 
 
-def test_a_staged_training_is_the_same_one_and_goes_on_from_the_original(place: Path) -> None:
+def test_a_staged_training_is_the_same_one_and_resumes_from_the_original(place: Path) -> None:
     data = ("--task.data-folder", str(place / "data"))
     plain = train(place, *words("plain", *data))
     assert plain.returncode == 0, plain.stderr
@@ -65,13 +68,24 @@ def test_a_staged_training_is_the_same_one_and_goes_on_from_the_original(place: 
     assert summary(place, "staged")["weights_sha256"] == summary(place, "plain")["weights_sha256"]
 
 
-def test_a_training_whose_worker_is_killed_leaves_no_copy(place: Path) -> None:
-    # As a user starts it: under an agent, which knows of the death.
-    command = [sys.executable, *words("run", "--task.data-folder", "data", "--stage", "local")]
-    environ = {**os.environ, "TINY_FAULT": "kill 1 8", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, check=False)
-    assert "rank 1 on host" in done.stderr
-    assert done.stdout.count("reads ") == 2
+def _stage_and_die(data: str, folder: str) -> None:
+    stage(Path(data), Path(folder))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_training_whose_worker_is_killed_leaves_no_copy(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Path] = []
+
+    def start_workers(*_: Any) -> int:
+        worker = programs.fork(_stage_and_die, (str(place / "data"), str(place / "local")))
+        worker.join()
+        left.extend((place / "local").iterdir())
+        return 1
+
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("stormo.commands.train._start_workers", start_workers)
+    assert main(words("run", "--task.data-folder", "data", "--stage", "local")[2:]) == 1
+    assert len(left) == 1
     assert list((place / "local").iterdir()) == []
 
 
@@ -86,8 +100,8 @@ def test_a_job_that_is_stopped_while_it_copies_can_be_resumed(place: Path) -> No
 def test_what_cannot_be_staged_is_refused_before_anything_is_started(place: Path) -> None:
     tiny = str(ROOT / "tests" / "tiny_task.py") + ":Tiny"
     for task, more, sentence in (
-        (tiny, ["--stage"], "task tiny has no option data_folder, so it cannot be told to read a copy"),
-        (TASK, ["--stage"], "task in-folder reads no folder as it is set; set --task.data-folder"),
+        (tiny, ["--stage"], "task tiny has no option data_folder, so it cannot read a copy"),
+        (TASK, ["--stage"], "task in-folder reads no folder with these options; set --task.data-folder"),
         (TASK, ["--stage", "nowhere"], "that is no folder that can be written to on this node"),
         (TASK, ["--keep-staged"], "--keep-staged was set, but nothing is staged; set --stage too."),
     ):
@@ -111,7 +125,7 @@ if len(sys.argv) > 1:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_loop_of_ones_own_reads_a_copy_that_is_gone_afterwards(place: Path, num_nodes: int) -> None:
+def test_a_script_reads_a_copy_that_is_gone_afterwards(place: Path, num_nodes: int) -> None:
     (place / "loop.py").write_text(SCRIPT)
     done = programs.run(["loop.py"], place, 2, num_nodes, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
@@ -121,7 +135,7 @@ def test_a_loop_of_ones_own_reads_a_copy_that_is_gone_afterwards(place: Path, nu
     assert list((place / "local").iterdir()) == []
 
 
-def test_a_loop_of_ones_own_that_fails_leaves_no_copy(place: Path) -> None:
+def test_a_script_that_fails_leaves_no_copy(place: Path) -> None:
     (place / "loop.py").write_text(SCRIPT)
     command = [sys.executable, "loop.py", "boom"]  # as a user starts it, since the end of the process matters
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
@@ -130,7 +144,7 @@ def test_a_loop_of_ones_own_that_fails_leaves_no_copy(place: Path) -> None:
     assert list((place / "local").iterdir()) == []
 
 
-def test_a_copy_that_fails_on_a_node_is_told_to_all_its_workers(place: Path) -> None:
+def test_a_copy_that_fails_on_a_node_is_raised_on_all_its_workers(place: Path) -> None:
     (place / "loop.py").write_text(SCRIPT)
     done = train(place, "loop.py", "", "missing")
     assert done.returncode != 0

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stormo.tasks.gpt import Gpt, embed, score
-from stormo.tasks.gpt_sizes import Size
+from stormo.tasks.language_model import Size
 
 VOCABULARY, LENGTH = 11, 6
 

@@ -1,4 +1,4 @@
-"""Every schedule gives the gradients, losses and outputs of one process."""
+"""Every schedule gives the gradients, losses and outputs of one process; a split backward and a task's loss in it."""
 
 from __future__ import annotations
 
@@ -7,55 +7,56 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stormo.config.mesh import Mesh
 from stormo.distributed.parallel_dims import ParallelDims, SubGroup
-from stormo.parallel.pipeline.bubble import Span, idle_share
+from stormo.errors import SettingError
 from stormo.parallel.pipeline.engine import Engine
-from stormo.parallel.pipeline.orders import Action, orders, stages_of
-from stormo.parallel.pipeline.pieces import StageModule, find_pieces, keep_only
-from stormo.parallel.pipeline.split import into_stages
-from stormo.parallel.pipeline.watching import Watch
+from stormo.parallel.pipeline.loss_capture import model_inputs, with_output
+from stormo.parallel.pipeline.partition import into_stages
+from stormo.parallel.pipeline.schedules import Action, Span, idle_share, pipeline_order, worker_stages
+from stormo.parallel.pipeline.split_backward import backward_inputs, backward_weights
+from stormo.parallel.pipeline.split_points import StageModule, find_pieces, keep_only
+from stormo.parallel.pipeline.stage import ScheduleTrace
 from tests.parallel.pipeline import models
 
 CASES = (
     # model, schedule, stages a worker, micro-batches
     ("gpt", "naive", 1, 1),
-    ("gpt", "gpipe", 1, 4),
     ("gpt", "1f1b", 1, 8),
     ("skipping", "1f1b", 1, 4),
     ("sequential", "gpipe", 1, 2),
 )
 SEVERAL = (
-    ("gpt", "interleaved", 2, 4),
     ("skipping", "interleaved", 3, 8),
-    ("gpt", "zero-bubble", 3, 8),
-    ("skipping", "zero-bubble", 2, 4),
+    ("gpt", "zero-bubble", 2, 4),
     ("sequential", "zero-bubble", 3, 4),
     ("sequential", "zero-bubble", 1, 4),
 )
 
 
 def build(world: Any, name: str, schedule: str, per_worker: int, count: int) -> tuple[Any, Engine, SubGroup]:
-    line = ParallelDims(Mesh(pipeline=world.size), world.rank, world.device).line("pipeline")
+    group = ParallelDims(Mesh(pipeline=world.size), world.rank, world.device).subgroup("pipeline")
     model, given = models.make(name)
     args, kwargs, _ = models.inputs(name, 2)
     pieces = find_pieces(model, given, call=(args, kwargs))
     stages = into_stages(pieces, per_worker * world.size)
-    numbers = stages_of(line.rank, line.size, len(stages))
+    numbers = worker_stages(group.rank, group.size, len(stages))
     keep_only(model, [piece for number in numbers for piece in stages[number]], pieces)
     engine = Engine(
         [StageModule(stages[number]) for number in numbers],
         numbers,
         num_stages=len(stages),
-        line=line,
+        group=group,
         device=world.device,
         schedule=schedule,
         num_micro_batches=count,
     )
-    return model, engine, line
+    return model, engine, group
 
 
 def loss_of(targets: Tensor, count: int) -> Callable[[Any, int], Tensor]:
@@ -114,41 +115,41 @@ def assert_all_there(cases: tuple[Any, ...], results: list[list[list[str]]]) -> 
 # The second batch is the last of an epoch: no number of equal micro-batches from two up fits its five samples.
 def test_schedules_on_two_workers(run_ranks: Callable[..., list[Any]]) -> None:
     cases = (*CASES, *SEVERAL)
-    assert_all_there(cases, run_ranks(compare_all, 2, cases, (8, 5, 8)))
+    assert_all_there(cases, run_ranks(compare_all, 2, cases, (8, 5)))
 
 
 def test_schedules_on_four_workers(run_ranks: Callable[..., list[Any]]) -> None:
-    cases = (CASES[2], CASES[3], ("sequential", "interleaved", 2, 4), ("sequential", "zero-bubble", 2, 4))
-    assert_all_there(cases, run_ranks(compare_all, 4, cases, (8, 6)))
+    cases = (CASES[1], ("sequential", "interleaved", 2, 4), ("sequential", "zero-bubble", 2, 4))
+    assert_all_there(cases, run_ranks(compare_all, 4, cases, (8, 6, 8)))
 
 
-def watched(world: Any) -> list[tuple[str, list[Span]]]:
+def traced(world: Any) -> list[tuple[str, list[Span]]]:
     torch.set_default_dtype(torch.float64)
     found = []
-    for name, schedule, per_worker, count in (("gpt", "1f1b", 1, 4), *SEVERAL[:3]):
-        _, engine, line = build(world, name, schedule, per_worker, count)
+    for name, schedule, per_worker, count in (("gpt", "1f1b", 1, 4), *SEVERAL[:2]):
+        _, engine, group = build(world, name, schedule, per_worker, count)
         args, kwargs, targets = models.inputs(name, 8)
         engine.forward_backward(args, loss_of(targets, count), kwargs)
-        engine.watch = Watch(line, world.device)
-        for _ in range(2):  # it sees the last pass
+        engine.trace = ScheduleTrace(group, world.device)
+        for _ in range(2):  # it has the last batch
             engine.forward_backward(args, loss_of(targets, count), kwargs)
         engine.forward(args, kwargs)
-        found.append((schedule, engine.watch.gather()))
+        found.append((schedule, engine.trace.gather()))
     return found
 
 
-def test_watch_sees_the_order_of_the_schedule(run_ranks: Callable[..., list[Any]]) -> None:
-    first, second = run_ranks(watched, 2)
+def test_trace_has_the_order_of_the_schedule(run_ranks: Callable[..., list[Any]]) -> None:
+    first, second = run_ranks(traced, 2)
     assert first == second
-    for (schedule, spans), (_, _, per_worker, count) in zip(first, (("", "", 1, 4), *SEVERAL[:3]), strict=True):
-        for worker, wanted in enumerate(orders(schedule, 2, 2 * per_worker, count)):
+    for (schedule, spans), (_, _, per_worker, count) in zip(first, (("", "", 1, 4), *SEVERAL[:2]), strict=True):
+        for worker, wanted in enumerate(pipeline_order(schedule, 2, 2 * per_worker, count)):
             own = [span for span in spans if span.worker == worker]
             assert [Action(span.kind, span.stage, span.micro_batch) for span in own] == wanted, schedule
             assert all(before.stop <= after.start for before, after in pairwise(own))
         assert 0 < idle_share(spans, 2) < 1
 
 
-def cast(world: Any) -> list[float]:
+def autocast(world: Any) -> list[float]:
     """The largest differences from one process under autocast: of gradients, of the loss, of outputs."""
     warnings.simplefilter("ignore")  # some processors multiply bf16 slowly, and torch says so
     found = []
@@ -177,8 +178,8 @@ def cast(world: Any) -> list[float]:
     return found
 
 
-def test_autocast_holds_in_the_stages(run_ranks: Callable[..., list[Any]]) -> None:
-    for found in run_ranks(cast, 2):
+def test_autocast_is_kept_in_stages(run_ranks: Callable[..., list[Any]]) -> None:
+    for found in run_ranks(autocast, 2):
         assert len(found) > 20
         assert max(found) < 1e-7
 
@@ -186,35 +187,118 @@ def test_autocast_holds_in_the_stages(run_ranks: Callable[..., list[Any]]) -> No
 class Mixed(nn.Module):
     """Adds the mean of all data workers' samples, as synchronised batch norm takes it."""
 
-    def __init__(self, line: SubGroup) -> None:
+    def __init__(self, group: SubGroup) -> None:
         super().__init__()
-        self.line = line
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.line.sum(x.detach().mean(0))
+        return x + self.group.sum(x.detach().mean(0))
 
 
-def mixed(world: Any) -> list[Tensor]:
+def synchronized(world: Any) -> list[Tensor]:
     """A last batch that is of a new shape for one data worker alone."""
-    grid = ParallelDims(Mesh(pipeline=2, replicate=2), world.rank, world.device)
-    line, data = grid.line("pipeline"), grid.line("replicate")
+    dims = ParallelDims(Mesh(pipeline=2, replicate=2), world.rank, world.device)
+    group, data = dims.subgroup("pipeline"), dims.subgroup("replicate")
     engine = Engine(
         [Mixed(data)],
-        [line.rank],
+        [group.rank],
         num_stages=2,
-        line=line,
+        group=group,
         device=world.device,
         schedule="gpipe",
         num_micro_batches=1,
-        in_step=data,
+        synchronized=data,
     )
     sizes = ((4, 4), (2, 4))
     return [engine.forward((torch.full((size[data.rank], 3), 1.0 + data.rank),)) for size in sizes]
 
 
-def test_shapes_are_learnt_together_where_stages_speak_with_each_other(run_ranks: Callable[..., list[Any]]) -> None:
-    for rank, (first, second) in enumerate(run_ranks(mixed, 4)):
+def test_stages_that_exchange_tensors_find_shapes_together(run_ranks: Callable[..., list[Any]]) -> None:
+    for rank, (first, second) in enumerate(run_ranks(synchronized, 4)):
         own = 1.0 + rank % 2
         # 1 + 2 are added, which makes 4 and 5, and these are added once more.
         assert torch.equal(first, torch.full((4, 3), own + 3 + 9))
         assert torch.equal(second, torch.full((4 if rank % 2 else 2, 3), own + 3 + 9))
+
+
+class LateBiases(nn.Module):
+    """One weight at two places, with a bias for each that comes before it in the order of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.weight, self.far = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+        self.unused = nn.Linear(8, 8)
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(F.linear(x, self.weight, self.one)) * self.frozen
+        return F.layer_norm(F.linear(hidden, self.weight, self.two), (8,), self.far * self.far)
+
+
+@pytest.mark.parametrize("kind", [models.Twice, LateBiases, lambda: models.make("gpt")[0].blocks[0]])
+def test_split_backward_equals_the_whole_backward(kind: Any) -> None:
+    torch.manual_seed(0)
+    module = kind().double()
+    width = 16 if hasattr(module, "attention") else 8
+    x, unused = torch.randn(3, 5, width, dtype=torch.float64), torch.randn(2)
+    whole = x.clone().requires_grad_()
+    module(whole).square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    part = x.clone().requires_grad_()
+    loss = module(part).square().sum()
+    found, rest = backward_inputs([loss], None, [part, unused], list(module.parameters()))
+    assert torch.equal(found[0], whole.grad)  # type: ignore[arg-type]
+    assert found[1] is None
+    assert all(parameter.grad is None for parameter in module.parameters())
+    backward_weights(rest)
+    for name, parameter in module.named_parameters():
+        gradient = wanted[name]
+        if gradient is None:
+            assert parameter.grad is None, name
+        else:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-13, atol=1e-13)
+
+
+class TinyTask:
+    """The methods of a task that use a model."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        assert isinstance(model, models.Skipping)
+        device = next(model.parameters()).device  # a habit of many
+        try:
+            scores = model(x.to(device), kinds=torch.zeros(len(x), dtype=torch.long))
+        except Exception as error:
+            raise AssertionError("a stand-in stops by something that nobody catches") from error
+        return F.cross_entropy(scores, y) if model.training else scores.sum()
+
+
+def test_loss_runs_with_a_stand_in() -> None:
+    model, batch = models.Skipping(), (torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))
+    task = TinyTask()
+    args, kwargs = model_inputs(lambda model: task.loss(model, batch), model, "TinyTask.loss")
+    assert torch.equal(args[0], batch[0])
+    assert list(kwargs) == ["kinds"]
+    output = model(*args, **kwargs)
+    for is_training in (True, False):
+        model.train(is_training)
+        found = with_output(lambda model: task.loss(model, batch), output, model, "TinyTask.loss")
+        assert torch.equal(found, task.loss(model, batch))
+    found.backward()
+    assert model.head.weight.grad is not None
+
+
+def test_loss_that_cannot_run_in_a_pipeline_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    output = model(x)
+    with pytest.raises(SettingError, match=r"T.loss was called in a pipeline, but it does not call the model"):
+        model_inputs(lambda model: x.sum(), model, "T.loss")
+    with pytest.raises(SettingError, match="does not call the model"):
+        with_output(lambda model: x.sum(), output, model, "T.loss")
+    with pytest.raises(SettingError, match="more than once"):
+        with_output(lambda model: (model(x) + model(x)).sum(), output, model, "T.loss")
+    with pytest.raises(SettingError, match=r"it uses 1\.bias beside the model's output"):
+        with_output(lambda model: model(x).sum() + model[1].bias.norm(), output, model, "T.loss")  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""A copied trunk and a cut classifier: the same training as one process, whatever shares the workers have."""
+"""A replicated trunk and a sharded classifier: the same training as one process, whatever shares the workers have."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def line_of(world: World) -> SubGroup:
+def group_of(world: World) -> SubGroup:
     return SubGroup(range(world.size), world.rank, torch.distributed.group.WORLD)
 
 
 def train_hybrid(world: World, name: str) -> tuple[float, dict[str, Tensor], list[str]]:
-    """The largest difference from one process, the parameters that are whole, and the names of those that are cut."""
+    """The largest difference from one process, the whole parameters, and the names of the sharded ones."""
     torch.set_default_dtype(torch.float64)
-    plain, model, line = made(name), made(name), line_of(world)
-    cuts = split_classifier(MODELS[name][1], model, line)
+    plain, model, group = made(name), made(name), group_of(world)
+    specs = split_classifier(MODELS[name][1], model, group)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (plain, model)]
     error = 0.0
@@ -117,42 +117,41 @@ def train_hybrid(world: World, name: str) -> tuple[float, dict[str, Tensor], lis
             error = max(error, float((scores - plain(images[mine])).abs().max()))
         (cross_entropy(scores, classes[mine]) * (weight * world.size)).backward()
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name not in cuts:
-                line.sum(parameter.grad).div_(line.size)
+            if parameter_name not in specs:
+                group.sum(parameter.grad).div_(group.size)
         for optimizer in optimizers:
             optimizer.step()
     for (parameter_name, piece), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
-        cut = cuts.get(parameter_name)
-        expected = whole if cut is None else whole.narrow(cut.dim, cut.start, piece.shape[cut.dim])
+        spec = specs.get(parameter_name)
+        expected = whole if spec is None else whole.narrow(spec.dim, spec.start, piece.shape[spec.dim])
         error = max(error, float((piece - expected).detach().abs().max()))
     with torch.no_grad():
         error = max(error, float((copy.deepcopy(model).eval()(images) - plain.eval()(images)).abs().max()))
-    return error, {n: p.detach() for n, p in model.named_parameters() if n not in cuts}, sorted(cuts)
+    return error, {n: p.detach() for n, p in model.named_parameters() if n not in specs}, sorted(specs)
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "cut"),
+    ("name", "size", "sharded"),
     [
-        ("chain", 2, ["3.bias", "3.weight", "6.weight", "9.bias", "9.weight"]),
-        ("chain", 3, ["3.bias", "3.weight", "6.weight", "9.weight"]),  # 4 classes are cut by inputs
+        ("chain", 3, ["3.bias", "3.weight", "6.weight", "9.weight"]),  # 4 classes are sharded by inputs
         ("module", 2, [f"classifier.{n}" for n in ("0.bias", "0.weight", "3.weight", "6.bias", "6.weight")]),
         ("one layer", 3, ["classifier.weight"]),
         ("own", 3, ["classifier.down.weight", "classifier.up.bias", "classifier.up.weight"]),
     ],
 )
-def test_hybrid_trains_as_one_process(run_ranks: Callable[..., Any], name: str, size: int, cut: list[str]) -> None:
+def test_hybrid_trains_as_one_process(run_ranks: Callable[..., Any], name: str, size: int, sharded: list[str]) -> None:
     answers = run_ranks(train_hybrid, size, name)
     assert max(error for error, _, _ in answers) < 1e-12
-    assert all(cuts == cut for _, _, cuts in answers)
+    assert all(specs == sharded for _, _, specs in answers)
     for _, whole, _ in answers[1:]:
         assert all(torch.equal(whole[key], value) for key, value in answers[0][1].items())
 
 
 def pass_with_dropout(world: World) -> tuple[dict[str, Tensor], Tensor, Tensor, bool]:
-    """Gradients of what is whole, masks of whole and of cut activations in round 0, and whether all comes again."""
+    """Gradients of what is whole, masks of whole and of sharded activations in round 0, and whether all comes again."""
     torch.manual_seed(1)
     model = Net(nn.Sequential(*connected(dropout=0.5)))
-    cuts = split_classifier(Asked(), model, line_of(world))
+    specs = split_classifier(Asked(), model, group_of(world))
     torch.manual_seed(10 + world.rank)  # every worker has its own samples, and draws for them
     seen: list[tuple[int, Tensor]] = []
     for number in (2, 5):
@@ -163,19 +162,19 @@ def pass_with_dropout(world: World) -> tuple[dict[str, Tensor], Tensor, Tensor, 
     images = torch.randn(6, 1, 6, 6, generator=torch.Generator().manual_seed(3 + world.rank))
     first = model(images)
     first.square().sum().backward()
-    whole = {n: p.grad for n, p in model.classifier.named_parameters(prefix="classifier") if n not in cuts}
+    whole = {n: p.grad for n, p in model.classifier.named_parameters(prefix="classifier") if n not in specs}
     masks = dict(reversed(seen))  # of round 0, which is the first
     torch.set_rng_state(state)
     return whole, masks[5], masks[2], torch.equal(model(images), first)
 
 
 def test_dropout_in_a_classifier(run_ranks: Callable[..., Any]) -> None:
-    (grads, whole, cut, again), (grads1, whole1, cut1, again1) = run_ranks(pass_with_dropout, 2)
+    (grads, whole, sharded, again), (grads1, whole1, sharded1, again1) = run_ranks(pass_with_dropout, 2)
     assert list(grads) == ["classifier.3.bias"]
     assert torch.equal(grads["classifier.3.bias"], grads1["classifier.3.bias"])
     assert torch.equal(whole, whole1)
     assert whole.any()
-    assert not torch.equal(cut, cut1)
+    assert not torch.equal(sharded, sharded1)
     assert again
     assert again1
 
@@ -206,7 +205,7 @@ def test_the_classifier_is_the_connected_end() -> None:
         (
             Asked(lambda model: model.classifier),
             Net(nn.Sequential(nn.Linear(48, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))),
-            "classifier.1 keeps running_mean of the batches it sees",
+            "classifier.1 keeps running_mean of its batches",
         ),
     ],
 )
@@ -218,7 +217,7 @@ def test_refusals(task: Task, model: nn.Module, words: str) -> None:
 
 def too_many(world: World) -> str:
     with pytest.raises(SettingError) as caught:
-        split_classifier(Asked(), Net(nn.Sequential(nn.Linear(48, 5), nn.ReLU(), nn.Linear(5, 4))), line_of(world))
+        split_classifier(Asked(), Net(nn.Sequential(nn.Linear(48, 5), nn.ReLU(), nn.Linear(5, 4))), group_of(world))
     return str(caught.value)
 
 

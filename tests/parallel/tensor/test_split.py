@@ -1,4 +1,4 @@
-"""Layers cut over workers: the same numbers as one process, under the same names."""
+"""Layers sharded over workers: the same numbers as one process, under the same names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from stormo.parallel.tensor.layers import ShardSpec, TensorParallelLayer, Tensor
 from stormo.parallel.tensor.plan import derive_plan
 from stormo.parallel.tensor.split import split_tensor, unequal_gradients
 from stormo.tasks.gpt import Gpt
-from stormo.tasks.gpt_sizes import Size
+from stormo.tasks.language_model import Size
 from stormo.tasks.task import NoOptions, Task
 
 
 class Planned(Task):
-    """A task that says how its model is cut, or leaves it open."""
+    """A task that says how its model is sharded, or leaves it open."""
 
     def __init__(self, plan: Any = None) -> None:
         super().__init__(NoOptions())
@@ -74,11 +74,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-def line_of(world: World) -> SubGroup:
+def group_of(world: World) -> SubGroup:
     return SubGroup(range(world.size), world.rank, torch.distributed.group.WORLD)
 
 
-def fake_line(size: int, rank: int = 0) -> Any:
+def fake_group(size: int, rank: int = 0) -> Any:
     """A place among workers that are not there, for what needs no word with them."""
     return SubGroup(range(size), rank, SimpleNamespace(group_name="nobody"))  # type: ignore[arg-type]
 
@@ -105,52 +105,52 @@ def steps(model: nn.Module, count: int) -> tuple[Tensor, dict[str, Tensor]]:
     return first
 
 
-def of(cut: ShardSpec | None, whole: Tensor, part: Tensor) -> Tensor:
-    return whole if cut is None else whole.narrow(cut.dim, cut.start, part.shape[cut.dim])
+def of(spec: ShardSpec | None, whole: Tensor, part: Tensor) -> Tensor:
+    return whole if spec is None else whole.narrow(spec.dim, spec.start, part.shape[spec.dim])
 
 
 def gradients(model: nn.Module) -> list[tuple[str, Tensor | None]]:
     return [(name, parameter.grad) for name, parameter in model.named_parameters()]
 
 
-def train_cut(world: World, name: str) -> tuple[float, dict[str, Tensor], list[str]]:
+def train_sharded(world: World, name: str) -> tuple[float, dict[str, Tensor], list[str]]:
     """The largest difference from one process, the parameters that are whole, and those that are not."""
     torch.set_default_dtype(torch.float64)
     plain, model = made(name), made(name)
-    cuts = split_tensor(model, derive_plan(Planned(MODELS[name][1]), model, world.size), line_of(world))
+    specs = split_tensor(model, derive_plan(Planned(MODELS[name][1]), model, world.size), group_of(world))
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    (scores, grads), (cut_scores, cut_grads) = steps(plain, 10), steps(model, 10)
-    assert not unequal_gradients(gradients(model), cuts, line_of(world))
-    errors = [float((cut_scores - scores).abs().max())]
+    (scores, grads), (sharded_scores, sharded_grads) = steps(plain, 10), steps(model, 10)
+    assert not unequal_gradients(gradients(model), specs, group_of(world))
+    errors = [float((sharded_scores - scores).abs().max())]
     for (parameter_name, part), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
-        cut, grad = cuts.get(parameter_name), cut_grads[parameter_name]
-        assert cut is None or part.shape[cut.dim] * world.size == whole.shape[cut.dim] == cut.whole_size
-        errors.append(float((grad - of(cut, grads[parameter_name], grad)).abs().max()))
-        errors.append(float((part - of(cut, whole, part)).detach().abs().max()))
-    return max(errors), {n: p.detach() for n, p in model.named_parameters() if n not in cuts}, sorted(cuts)
+        spec, grad = specs.get(parameter_name), sharded_grads[parameter_name]
+        assert spec is None or part.shape[spec.dim] * world.size == whole.shape[spec.dim] == spec.whole_size
+        errors.append(float((grad - of(spec, grads[parameter_name], grad)).abs().max()))
+        errors.append(float((part - of(spec, whole, part)).detach().abs().max()))
+    return max(errors), {n: p.detach() for n, p in model.named_parameters() if n not in specs}, sorted(specs)
 
 
-@pytest.mark.parametrize(("name", "size"), [("gpt", 2), ("gpt", 4), ("mlp", 2), ("mlp", 3), ("words", 4)])
-def test_cut_layers_train_as_one_process(run_ranks: Callable[..., Any], name: str, size: int) -> None:
-    answers = run_ranks(train_cut, size, name)
+@pytest.mark.parametrize(("name", "size"), [("gpt", 4), ("mlp", 3), ("words", 4)])
+def test_sharded_layers_train_as_one_process(run_ranks: Callable[..., Any], name: str, size: int) -> None:
+    answers = run_ranks(train_sharded, size, name)
     assert max(error for error, _, _ in answers) < 1e-12
-    _, first, cuts = answers[0]
+    _, first, specs = answers[0]
     for _, whole, _ in answers[1:]:
         assert all(torch.equal(whole[key], first[key]) for key in first)
     if name == "gpt":
         linears = ("attention.qkv", "attention.out", "up", "down")
         blocks = [f"blocks.{number}.{linear}.weight" for number in range(2) for linear in linears]
-        assert cuts == sorted([*blocks, "tokens.weight", "head.weight"])
+        assert specs == sorted([*blocks, "tokens.weight", "head.weight"])
 
 
 def test_without_values_only_shapes_change() -> None:
     with torch.device("meta"):
         model = gpt()
     names = [name for name, _ in model.named_parameters()]
-    cuts = split_tensor(model, derive_plan(Planned(), model, 4), fake_line(4, 3))
+    specs = split_tensor(model, derive_plan(Planned(), model, 4), fake_group(4, 3))
     assert [name for name, _ in model.named_parameters()] == names
-    assert cuts["blocks.1.attention.qkv.weight"] == ShardSpec(0, 72, 96)
-    assert cuts["blocks.1.down.weight"] == ShardSpec(1, 96, 128)
+    assert specs["blocks.1.attention.qkv.weight"] == ShardSpec(0, 72, 96)
+    assert specs["blocks.1.down.weight"] == ShardSpec(1, 96, 128)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes["blocks.0.attention.qkv.weight"] == (24, 32)
     assert shapes["blocks.0.attention.out.weight"] == (32, 8)
@@ -167,10 +167,10 @@ class LiteralDropout(nn.Module):
 
 
 def dropout_masks(world: World, layer: Callable[[], nn.Module]) -> tuple[Tensor, Tensor, bool, bool]:
-    """A mask of whole and one of cut activations; whether they come again with the generator, and in recomputing."""
+    """Masks of whole and of sharded activations; whether they repeat with the generator, and in recomputing."""
     torch.manual_seed(5)
     model = nn.Sequential(layer(), nn.Linear(64, 64), layer(), nn.Linear(64, 64), layer())
-    split_tensor(model, {"1": "column", "3": "row"}, line_of(world))
+    split_tensor(model, {"1": "column", "3": "row"}, group_of(world))
     seen: list[Tensor] = []
     for number in (0, 2, 4):
         model[number].register_forward_hook(lambda layer, inputs, output: seen.append(output.detach() == 0))
@@ -188,13 +188,11 @@ def dropout_masks(world: World, layer: Callable[[], nn.Module]) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout, LiteralDropout])
-def test_dropout_leaves_out_other_units_where_activations_are_cut(
-    run_ranks: Callable[..., Any], layer: Callable[[], nn.Module]
-) -> None:
-    (whole, cut, again, recomputed), (whole1, cut1, again1, recomputed1) = run_ranks(dropout_masks, 2, layer)
+def test_dropout_differs_between_shards(run_ranks: Callable[..., Any], layer: Callable[[], nn.Module]) -> None:
+    (whole, sharded, again, recomputed), (whole1, sharded1, again1, recomputed1) = run_ranks(dropout_masks, 2, layer)
     assert torch.equal(whole, whole1)
-    assert not torch.equal(cut, cut1)
-    assert 0.3 < float((cut ^ cut1).float().mean()) < 0.7
+    assert not torch.equal(sharded, sharded1)
+    assert 0.3 < float((sharded ^ sharded1).float().mean()) < 0.7
     assert again
     assert again1
     assert recomputed
@@ -215,14 +213,14 @@ def test_streams_on_a_gpu() -> None:
     seen = []
     for rank in range(2):
         torch.cuda.manual_seed(3)
-        draws = TensorParallelRng(rank)
+        rng = TensorParallelRng(rank)
         numbers = []
         for _ in range(2):
             numbers.append(torch.rand(64, device=device))
-            draws.enter(device)
-            draws.enter(device)
+            rng.enter(device)
+            rng.enter(device)
             numbers.append(torch.rand(64, device=device))
-            draws.leave(device)
+            rng.leave(device)
         seen.append([*numbers, torch.rand(64, device=device)])
     first, second = seen
     assert [torch.equal(one, other) for one, other in zip(first, second, strict=True)] == [True, False] * 2 + [True]
@@ -232,9 +230,9 @@ def test_streams_on_a_gpu() -> None:
 def train_with_dropout(world: World) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = gpt(dropout=0.2)
-    cuts = split_tensor(model, derive_plan(Planned(), model, world.size), line_of(world))
+    specs = split_tensor(model, derive_plan(Planned(), model, world.size), group_of(world))
     steps(model, 3)
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if name not in cuts}
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if name not in specs}
 
 
 def test_with_dropout_whatever_is_whole_stays_equal(run_ranks: Callable[..., Any]) -> None:
@@ -250,11 +248,11 @@ def in_bf16(world: World) -> list[tuple[torch.dtype, float]]:
         warnings.simplefilter("ignore")  # torch's own, where a processor has no bf16
         for name in ("gpt", "words"):
             plain, model = made(name), made(name)
-            cuts = split_tensor(model, derive_plan(Planned(MODELS[name][1]), model, world.size), line_of(world))
-            (scores, grads), (cut_scores, cut_grads) = steps(plain, 1), steps(model, 1)
-            assert cut_scores.dtype == scores.dtype
-            for key, grad in cut_grads.items():
-                whole = of(cuts.get(key), grads[key], grad)
+            specs = split_tensor(model, derive_plan(Planned(MODELS[name][1]), model, world.size), group_of(world))
+            (scores, grads), (sharded_scores, sharded_grads) = steps(plain, 1), steps(model, 1)
+            assert sharded_scores.dtype == scores.dtype
+            for key, grad in sharded_grads.items():
+                whole = of(specs.get(key), grads[key], grad)
                 found.append((grad.dtype, float((grad - whole).abs().max() / whole.abs().max().clamp(min=1e-6))))
     return found
 
@@ -268,10 +266,10 @@ def test_autocast_is_followed(run_ranks: Callable[..., Any]) -> None:
 def compiled(world: World) -> float:
     plain, model = made("words"), made("words")
     for one in (plain, model):
-        split_tensor(one, WORDS, line_of(world))
+        split_tensor(one, WORDS, group_of(world))
         for layer in one.modules():
             if isinstance(layer, TensorParallelLayer):
-                layer.draws = None  # as in a model that is known to draw no random numbers
+                layer.rng = None  # as in a model that is known to draw no random numbers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of the tracing
         model.compile(fullgraph=True, dynamic=False, backend="aot_eager")
@@ -298,9 +296,9 @@ class Scaled(nn.Module):
 def unequal(world: World) -> list[str]:
     torch.manual_seed(0)
     model = Scaled()
-    cuts = split_tensor(model, {"up": "column", "down": "row"}, line_of(world))
+    specs = split_tensor(model, {"up": "column", "down": "row"}, group_of(world))
     model(torch.randn(5, 4)).square().sum().backward()
-    return unequal_gradients(gradients(model), cuts, line_of(world))
+    return unequal_gradients(gradients(model), specs, group_of(world))
 
 
 def test_a_weight_among_cut_activations_is_found(run_ranks: Callable[..., Any]) -> None:
@@ -326,18 +324,24 @@ PAIR = {"up": "column", "down": "row"}
         (gpt, None, 3, "set tensor=2 or 4."),
         (lambda: odd(nn.Linear(4, 8)), {"up": "column:3", "down": "row"}, 2, "its 8 outputs are not 3 equal groups"),
         (lambda: odd(nn.Linear(4, 8)), {"up": "column:4", "down": "row"}, 8, "4 groups of outputs, which 8 do not"),
-        (lambda: odd(nn.Linear(4, 8)), {"upp": "column"}, 2, "did you mean up? it can cut: down, table, up"),
+        (lambda: odd(nn.Linear(4, 8)), {"upp": "column"}, 2, "did you mean up? it can shard: down, table, up"),
         (lambda: odd(nn.Linear(4, 8)), {"up": "colum", "down": "row"}, 2, "did you mean column?"),
         (lambda: odd(nn.Linear(4, 8)), {"up": "column"}, 2, "no layer is named as row; name one as row"),
-        (lambda: odd(nn.Linear(4, 8)), {"down": "row"}, 2, "takes inputs that are cut, and no layer"),
+        (lambda: odd(nn.Linear(4, 8)), {"down": "row"}, 2, "takes sharded inputs, and no layer"),
         (lambda: odd(nn.Linear(4, 8)), {**PAIR, "u*": "row"}, 2, "names up as column and as row"),
         (lambda: odd(nn.Linear(4, 8)), {"table": "vocabulary"}, 2, "it has max_norm"),
-        (lambda: odd(nn.Linear(4, 8)), ["up"], 2, "Planned.tensor_plan() is ['up'], but it maps layers"),
+        (lambda: odd(nn.Linear(4, 8)), ["up"], 2, "Planned.tensor_plan() is ['up'], but it maps layer paths"),
         (lambda: odd(nn.Conv2d(4, 8, 1)), PAIR, 2, "it is a Conv2d; name a plain nn.Linear"),
-        (lambda: odd(OwnForward(4, 8)), PAIR, 2, "its class OwnForward has a forward pass of its own"),
+        (lambda: odd(OwnForward(4, 8)), PAIR, 2, "its class OwnForward overrides forward"),
         (lambda: odd(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))), PAIR, 2, "computed from other"),
-        (Words, {"head": "column-gathered"}, 2, "it shares its weight with tokens, which is not cut alike"),
-        (Words, None, 2, 'as in def tensor_plan(self, model): return {"up": "column", "down": "row"}.'),
+        (Words, {"head": "column-gathered"}, 2, "it shares its weight with tokens, which is not sharded alike"),
+        (
+            lambda: nn.ModuleDict({"w1": nn.Linear(4, 8), "w2": nn.Linear(8, 4)}),
+            None,
+            2,
+            '{"w1": "column", "w2": "row"}.',
+        ),
+        (lambda: nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}), None, 2, "Planned.tensor_plan(model)."),
         (lambda: nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4)), None, 2, "0 has 9 outputs, which 2"),
     ],
 )
@@ -345,48 +349,14 @@ def test_refusals(model: Callable[[], nn.Module], plan: Any, size: int, words: s
     whole = model()
     before = {name: parameter.shape for name, parameter in whole.named_parameters()}
     with pytest.raises(SettingError) as caught:
-        split_tensor(whole, derive_plan(Planned(plan), whole, size), fake_line(size))
+        split_tensor(whole, derive_plan(Planned(plan), whole, size), fake_group(size))
     assert words in str(caught.value)
     assert {name: parameter.shape for name, parameter in whole.named_parameters()} == before
 
 
-def block(**layers: nn.Module) -> nn.Module:
-    return nn.ModuleDict({"embed": nn.Embedding(8, 8), "block": nn.ModuleDict(layers)})
-
-
-@pytest.mark.parametrize(
-    ("model", "plan"),
-    [
-        pytest.param(block(a=nn.Linear(8, 8), b=nn.Linear(8, 8)), {}, id="of one width"),
-        pytest.param(block(q=nn.Linear(8, 8), k=nn.Linear(8, 8), up=nn.Linear(8, 16)), {}, id="without a partner"),
-        pytest.param(block(a=nn.Linear(8, 16), norm=nn.LayerNorm(16), b=nn.Linear(16, 8)), {}, id="norm between"),
-        pytest.param(
-            nn.ModuleDict({"one": block(a=nn.Linear(8, 16)), "two": block(a=nn.Linear(16, 8))}), {}, id="two parents"
-        ),
-        pytest.param(
-            block(q=nn.Linear(8, 8), up=nn.Linear(8, 16), act=nn.ReLU(), down=nn.Linear(16, 8)),
-            {"block.up": "column", "block.down": "row"},
-            id="a pair",
-        ),
-        pytest.param(
-            block(gate=nn.Linear(8, 16), up=nn.Linear(8, 16), down=nn.Linear(16, 8)),
-            {"block.gate": "column", "block.up": "column", "block.down": "row"},
-            id="a gated pair",
-        ),
-    ],
-)
-def test_a_plan_is_proposed_of_layers_that_belong_together(model: nn.Module, plan: dict[str, str]) -> None:
-    with pytest.raises(SettingError) as caught:
-        derive_plan(Planned(), model, 2)
-    _, found, proposed = str(caught.value).partition("def tensor_plan(self, model): return ")
-    assert bool(found) == bool(plan)
-    if plan:
-        assert eval(proposed.rstrip(".")) == plan
-
-
 def lookup(world: World) -> str:
     model = Words()
-    split_tensor(model, WORDS, line_of(world))
+    split_tensor(model, WORDS, group_of(world))
     with pytest.raises(IndexError) as caught:
         model(torch.tensor([24]))
     return str(caught.value)

@@ -1,0 +1,120 @@
+"""Small tasks on made-up data, for benchmarks that compare strategies: the two reference networks, and wide layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stormo.config.plan import Facts
+from stormo.data.order import derive_seed
+from stormo.data.tensors import TensorData
+from stormo.tasks.fashion_mnist import FashionMnist, FashionMnistOptions
+from stormo.tasks.language_model import VOCABULARY, LanguageModel, LanguageModelOptions, Size
+from stormo.tasks.task import Task
+from stormo.tasks.wide_resnet import WideResNet
+
+NUM_CLASSES = 16  # so that 2, 4 or 8 workers can share a classifier
+
+
+class Words(LanguageModel):
+    """A GPT of any size on windows of random bytes."""
+
+    def __init__(self, size: Size, num_windows: int) -> None:
+        super().__init__(LanguageModelOptions(block=size.block))
+        self.size = size
+        self._num_samples = num_windows
+
+    def facts(self) -> Facts:
+        """Of the made-up data."""
+        return _facts(self._num_samples)
+
+    def train_data(self) -> TensorData:
+        """Windows as bytes."""
+        size = (self._num_samples, self.block + 1)
+        return TensorData(torch.randint(0, VOCABULARY, size, generator=_generator("words"), dtype=torch.uint8))
+
+    def validation_data(self) -> TensorData:
+        """The same: nothing is learned from them."""
+        return self.train_data()
+
+
+class Images(FashionMnist):
+    """A WideResNet of any width on random images, without dropout."""
+
+    def __init__(self, width: float, num_images: int) -> None:
+        super().__init__(FashionMnistOptions(width=width, dropout=0.0))
+        self._num_samples = num_images
+
+    def facts(self) -> Facts:
+        """Of the made-up data."""
+        return _facts(self._num_samples)
+
+    def model(self) -> nn.Module:
+        """With as many classes as workers may share."""
+        return WideResNet(self.options.width, dropout=0.0, num_classes=NUM_CLASSES)
+
+    def train_data(self) -> TensorData:
+        """Images as bytes and labels."""
+        generator, count = _generator("images"), self._num_samples
+        images = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        return TensorData(images, torch.randint(0, NUM_CLASSES, (count,), generator=generator))
+
+    def validation_data(self) -> TensorData:
+        """The same: nothing is learned from them."""
+        return self.train_data()
+
+
+class Wide(Task):
+    """Four square layers: gradients that are large beside the arithmetic."""
+
+    name = "wide"
+
+    def __init__(self, width: int) -> None:
+        super().__init__(None)
+        self._width = width
+
+    def model(self) -> nn.Module:
+        """Four layers with ReLUs between them."""
+        layers = [layer for _ in range(4) for layer in (nn.Linear(self._width, self._width), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    def train_data(self) -> TensorData:
+        """Random points, to be learnt by heart."""
+        x = torch.randn(4096, self._width, generator=torch.Generator().manual_seed(0))
+        return TensorData(x, x.roll(1, dims=1))
+
+    def validation_data(self) -> TensorData:
+        """The same."""
+        return self.train_data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean squared error."""
+        x, y = batch
+        return nn.functional.mse_loss(model(x), y)
+
+
+def _facts(num_samples: int) -> Facts:
+    return Facts(num_train=num_samples, num_validation=num_samples, train_bytes=num_samples, has_accuracy=False)
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_seed("spread", name))
+
+
+# 8 heads for as many workers along the axis tensor; 12 rows of positions, of which 8 workers get 2 each until none are
+# left for the last two. The deep one has a piece for every worker of a pipeline of 8.
+_GPT = Size(num_layers=3, width=32, num_heads=8, block=12)
+_DEEP_GPT = Size(num_layers=6, width=32, num_heads=8, block=12)
+_TASKS: Mapping[str, Callable[[int], Task]] = {
+    "GPT": lambda num_samples: Words(_GPT, num_samples),
+    "deep GPT": lambda num_samples: Words(_DEEP_GPT, num_samples),
+    "WideResNet": lambda num_samples: Images(0.25, num_samples),
+}
+
+
+def make_task(name: str, num_samples: int) -> Task:
+    """A task by the name that tables show."""
+    return _TASKS[name](num_samples)
