@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -41,10 +43,12 @@ def run_to_end(command: list[str]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody uses, below those that the kernel gives to connections."""
+    while True:
+        port = secrets.choice(range(12_000, 32_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def torchrun_variables(rank: int, size: int, port: int, num_nodes: int = 1) -> dict[str, str]:

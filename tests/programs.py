@@ -10,7 +10,6 @@ import atexit
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.command import free_port
 
 # The compiler too, which DDP and the optimizers of torch import.
 _PRELOAD = ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.training.trainer"]
@@ -92,13 +93,6 @@ def fork(function: Callable[..., None], arguments: tuple[Any, ...], *, is_daemon
     process = context.Process(target=function, args=arguments, daemon=is_daemon)
     process.start()
     return process
-
-
-def free_port() -> int:
-    """A port of this machine that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _place(rank: int, size: int, num_nodes: int, port: int) -> dict[str, str]:

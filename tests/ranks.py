@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.programs import fork, free_port
+from benchmarks.command import free_port
+from tests.programs import fork
 
 MAX_THREADS = 120  # of a rank: torch keeps some for every group that it has made, and thousands slow it down
 

@@ -44,7 +44,7 @@ def test_ranks_with_too_many_threads_are_renewed(pool: RankPool, monkeypatch: py
     assert first[0][2] != second[0][2]
 
 
-def test_a_failure_is_told_while_others_wait_and_the_pool_goes_on(pool: RankPool) -> None:
+def test_a_failure_is_reported_while_others_wait_and_the_pool_continues(pool: RankPool) -> None:
     with pytest.raises(RankFailedError, match="ValueError: this one cannot"):
         pool.run(fail_alone, 2)
     assert len(pool.run(sum_of_ranks, 2)) == 2

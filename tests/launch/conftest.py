@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import command
 from tests.launch import agent_program
 
 HERE = Path(__file__).parent
@@ -229,6 +229,4 @@ def start_agent(start_program: Callable[..., Job]) -> Callable[..., Job]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return command.free_port()
