@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import free_port
+from benchmarks.command import free_port, torchrun_variables
 
 # The compiler too, which DDP and the optimizers of torch import.
 _PRELOAD = ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.training.trainer"]
@@ -45,8 +45,8 @@ class Program:
         port = free_port()
         self._processes: list[Any] = []
         for rank in range(num_workers):
-            told = kept | _place(rank, num_workers, num_nodes, port) | environ
-            arguments = (self._words, str(folder), told, self._path("out", rank), self._path("err", rank))
+            variables = kept | torchrun_variables(rank, num_workers, port, num_nodes) | environ
+            arguments = (self._words, str(folder), variables, self._path("out", rank), self._path("err", rank))
             self._processes.append(fork(_become, arguments))
 
     def wait(self, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
@@ -93,16 +93,6 @@ def fork(function: Callable[..., None], arguments: tuple[Any, ...], *, is_daemon
     process = context.Process(target=function, args=arguments, daemon=is_daemon)
     process.start()
     return process
-
-
-def _place(rank: int, size: int, num_nodes: int, port: int) -> dict[str, str]:
-    if size == 1:
-        return {}
-    node, local_rank = divmod(rank, size // num_nodes)
-    values = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes}
-    values |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size // num_nodes, "MASTER_PORT": port}
-    names = {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1"}
-    return names | {name: str(value) for name, value in values.items()}
 
 
 def _become(words: list[str], folder: str, environ: dict[str, str], out: str, err: str) -> None:
