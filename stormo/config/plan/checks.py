@@ -108,7 +108,7 @@ def _check_too_large(config: TrainConfig) -> None:
     if config.batch.accumulate > _MAX_ACCUMULATE:
         raise SettingError(
             f"--accumulate {config.batch.accumulate} was set",
-            f"one step would take hours, and more than {_MAX_ACCUMULATE} micro-batches were never of use",
+            f"every step would run that many micro-batches, and at most {_MAX_ACCUMULATE} are allowed",
             "set fewer, or a larger --batch-size",
         )
     if config.optimizer.gradient_noise_decay > _MAX_NOISE_DECAY:
