@@ -74,7 +74,9 @@ SPECS: dict[str, StrategySpec] = {
     for row in (
         StrategySpec(name=SINGLE, meaning="one device", takes_compression=True, takes_cuda_graph=True),
         StrategySpec(name="dp", meaning="DataParallel, threads of one process", is_one_process=True),
-        StrategySpec(name=DDP, meaning="replicas of the model, gradients averaged", takes_compression=True),
+        StrategySpec(
+            name=DDP, meaning="replicas of the model, gradients averaged", takes_compression=True, takes_cuda_graph=True
+        ),
         StrategySpec(
             name="local",
             meaning="every worker steps with the gradient of its own samples",

@@ -7,7 +7,9 @@ subgroup of one worker does not communicate.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,19 @@ from stormo.config.mesh import AXES, Mesh
 DATA, MODEL = ("replicate", "shard"), ("pipeline", "shard", "tensor")
 # torch 2.13 renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Set a variable for a moment, unless the user has set it."""
+    if value is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 class SubGroup:
@@ -87,6 +102,29 @@ class ParallelDims:
         if key not in self._subgroups:
             self._subgroups[key] = self._make(key)
         return self._subgroups[key]
+
+    def small_messages(self, *axes: str, algorithm: str | None = None) -> SubGroup:
+        """The workers along these axes, with a communicator of their own on a stream of high priority.
+
+        A small message that the computation waits for then never queues behind buckets of gradients. All workers call
+        it. On Gloo it is `subgroup`.
+
+        Args:
+            axes: along which the workers differ.
+            algorithm: of NCCL for this communicator; None for NCCL's own choice.
+        """
+        plain = self.subgroup(*axes)
+        if plain.size == 1 or self._device.type != "cuda" or dist.get_backend(plain.group) == "gloo":
+            return plain
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if self._timeout is not None:
+            options._timeout = self._timeout
+        key = tuple(axis for axis in AXES if axis in axes)
+        groups = [list(self.ranks(key, dict(zip(AXES, at, strict=True)))) for at in self._origins(key)]
+        with _environment("NCCL_ALGO", algorithm):  # NCCL reads it when it makes a communicator
+            group = dist.new_subgroups_by_enumeration(groups, self._timeout, "nccl", options)[0]
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        return SubGroup(plain.ranks, self.rank, group)
 
     def _make(self, axes: tuple[str, ...]) -> SubGroup:
         ranks = self.ranks(axes, self.at)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stormo.config.mesh import Mesh
-from stormo.distributed.parallel_dims import DATA, ParallelDims
+from stormo.distributed.parallel_dims import DATA, ParallelDims, SubGroup
 from stormo.distributed.status_table import StatusTable
 from stormo.distributed.store import PeerFailedError, Store, within
 from stormo.errors import SettingError, StormoError
@@ -81,6 +81,10 @@ class World:
         self._data_axes = tuple(data_axes)
         self.parallel_dims = ParallelDims(mesh, self.rank, self.device, self.timeout)
         self.data = self.parallel_dims.subgroup(*self._data_axes)
+
+    def small_messages(self) -> SubGroup:
+        """The workers that take different samples, for small messages during forward and backward. All call it."""
+        return self.parallel_dims.small_messages(*self._data_axes)
 
     def _join(self, backend: str, timeout: timedelta) -> None:
         # CPU tensors always use Gloo, so that counters and votes never wait for a GPU.

@@ -41,6 +41,7 @@ from stormo.optim.task_optimizer import (
 )
 from stormo.parallel.compression import HALF_DTYPES, PowerSgd
 from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, capture
+from stormo.parallel.exposed import ExposedWait
 from stormo.parallel.gradient_noise import GradientNoise, NoiseScaleMeter, total_norm
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
@@ -101,6 +102,7 @@ class Strategy:
         self._knows_counts = False
         self._is_sparse = False  # whether any worker has sparse gradients; known after a first micro-batch
         self.noise_scale = self._meter()
+        self.exposed = ExposedWait(world.device)
         self._eager = self._wrap(self.module)
         self._model = self._compiled(self._eager) if plan.compile else self._eager
         self._graph: MicroBatchGraph | None = None
@@ -114,6 +116,8 @@ class Strategy:
             model = model.double()
         if self._plan.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            if self.world.device.type == "cuda":
+                _set_strides(model)
         model = self._convert_batch_norms(model)
         if self._settings.sharding.checkpoint_activations:
             from stormo.parallel.units import recompute, units_of  # loads the compiler, which takes seconds
@@ -124,7 +128,7 @@ class Strategy:
 
     def _convert_batch_norms(self, model: nn.Module) -> nn.Module:
         if self._settings.speed.sync_batch_norm and self.world.data.size > 1:
-            model = convert_sync_batch_norm(model, self.world.data.sum)
+            model = convert_sync_batch_norm(model, self.world.small_messages().sum)
         if self._settings.batch.ghost_batch_size is not None:
             model = convert_ghost_batch_norm(model, self._settings.batch.ghost_batch_size)
         return model
@@ -238,16 +242,17 @@ class Strategy:
         These parts sum to the mean loss of the step, if the loss is a mean over samples. `LossWeights.of_step` has
         other losses.
         """
-        if batch.span.is_first:
+        span, is_full = batch.span, self._is_full(batch)
+        if span.is_first:
             self.loss_weights.begin()
-        is_full = self._is_full(batch)
+            if self.noise_scale is not None:
+                self.noise_scale.begin(span, self._noise.sigma(span.step_samples), self.clock.step)
         if is_full and self._graph is not None:
             loss = self._graph.replay(batch.data)
             if loss is not None:
+                self._replayed()
                 return loss
-        model, span = self._model if is_full else self._eager, batch.span
-        if self.noise_scale is not None and span.is_first:
-            self.noise_scale.begin(span, self._noise.sigma(span.step_samples), self.clock.step)
+        model = self._model if is_full else self._eager
         try:
             with self._gradient_sync(span.is_last), _absent(self.module, batch.is_padding):
                 with self._noise.on_samples(model, batch, self.clock.epoch):
@@ -311,8 +316,8 @@ class Strategy:
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds that this worker waited for the gradients of others; None if that is not measured."""
-        return 0.0 if self.measures_exposed_wait else None
+        """Seconds that this worker waited for others while it had nothing to compute; None if that is not measured."""
+        return self.exposed.total_s if self.measures_exposed_wait else None
 
     @property
     def noise_scale_reason(self) -> str:
@@ -483,6 +488,7 @@ class Strategy:
             if name in buffers:  # a module may create some in its first forward
                 buffer.copy_(buffers[name])
         loader.wait_s = 0.0
+        self.exposed.reset()
 
     def make_kernels(self) -> None:
         """Compile the fused kernels of the model's layers."""
@@ -536,15 +542,18 @@ class Strategy:
     def _capture(self, batch: Batch) -> None:
         """Replay such batches from now on, if the task allows it."""
         weight = batch.weight  # the same for every full batch
+
+        def forward_backward(data: Any) -> Tensor:
+            with self._gradient_sync(True):
+                return self._forward_backward(self._eager, data, weight)
+
         try:
-            self._graph = capture(
-                lambda data: self._forward_backward(self._eager, data, weight),
-                batch.data,
-                self.module,
-                {"task": self.task},
-            )
+            self._graph = capture(forward_backward, batch.data, self.module, {"task": self.task})
         except CaptureRefusedError as refusal:
             self.notices.append(f"Steps are run by Python, not replayed as a CUDA graph: {refusal}.")
+
+    def _replayed(self) -> None:
+        """Called after a micro-batch was replayed."""
 
     def check_first_gradients(self) -> None:
         """Check the first gradients for errors that would stay silent. All workers call it."""
@@ -565,6 +574,19 @@ def _absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
         yield
     finally:
         set_absent(module, False)
+
+
+@torch.no_grad()
+def _set_strides(model: nn.Module) -> None:
+    """Give channels_last weights the strides that their gradients will have, in the same memory.
+
+    Along a side of length 1 any stride is right, and `to` keeps the one it finds. DDP compares strides literally, and
+    would warn and copy the gradient in every step.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
+            strides = torch.empty_like(parameter, memory_format=torch.channels_last, device="meta").stride()
+            parameter.data = parameter.data.as_strided(parameter.shape, strides)
 
 
 def _has_sparse(module: nn.Module) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ from stormo.launch.torch_errors import unreduced_parameters
 from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
-from stormo.profiling.ranges import range_of
+from stormo.parallel.gradient_noise import NoiseScaleMeter
 from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
 
@@ -34,6 +32,11 @@ _KEEP_BUFFERS: dict[str, Any] = (
 )
 
 _LATER = "in a later batch, and with several workers all must have one"
+_STEPS_BEFORE_CAPTURE = 12  # in its first ones DDP times itself, with events that a capture does not take
+_NO_GRAPH_UNUSED = (
+    "Steps are run by Python, not replayed as a CUDA graph: the task has find_unused = True, and which parameters a "
+    "batch leaves out is found by Python."
+)
 
 
 def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -97,9 +100,9 @@ class Ddp(Strategy):
 
     _is_exchanging = False  # whether this micro-batch is the last of its step
     _compression: Compression | None = None
+    _hook_meter: NoiseScaleMeter | None = None  # sees every bucket
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        self._exposed = ExposedWait(self.world.device)
         if self.world.size == 1:
             return model
         self._replica = replica(
@@ -114,6 +117,7 @@ class Ddp(Strategy):
             self._compression = Compression(self.world, self._method(model), self.noise_scale)
             self._replica.register_comm_hook(self._compression, lambda exchange, bucket: exchange.average(bucket))
         elif self.noise_scale is not None:
+            self._hook_meter = self.noise_scale
             self._replica.register_comm_hook(self.noise_scale, lambda meter, bucket: meter.average(bucket))
         return self._replica
 
@@ -145,12 +149,6 @@ class Ddp(Strategy):
         finally:
             if self.powersgd is not None:
                 self.powersgd.is_rehearsal = False
-        self._exposed.reset()
-
-    @property
-    def exposed_s(self) -> float | None:
-        """Seconds from this worker's last gradient to the last sum; on a GPU of the finished steps."""
-        return self._exposed.total_s
 
     def micro_step(self, batch: Batch) -> Tensor:
         """As on one device; an error of DDP names unused parameters."""
@@ -169,6 +167,8 @@ class Ddp(Strategy):
     @contextmanager
     def _exchange(self) -> Iterator[None]:
         self._is_exchanging = True
+        if self._hook_meter is not None:
+            self._hook_meter.begin_exchange()
         try:
             yield
         finally:
@@ -176,7 +176,7 @@ class Ddp(Strategy):
 
     def _backward(self, loss: Tensor) -> None:
         if self._is_exchanging and loss.requires_grad:
-            self._exposed.watch(loss)
+            self.exposed.watch_backward(loss)
         try:
             super()._backward(loss)
         except RuntimeError as error:
@@ -187,6 +187,27 @@ class Ddp(Strategy):
     def _local_model(self) -> nn.Module:
         return self.module  # DDP's hooks act only after its own forward
 
+    def _capture(self, batch: Batch) -> None:
+        """Capture a micro-batch with its exchange of gradients, on all workers or on none."""
+        if self.world.size == 1:
+            super()._capture(batch)
+            return
+        if self.task.find_unused:
+            self.notices.append(_NO_GRAPH_UNUSED)
+            return
+        for _ in range(_STEPS_BEFORE_CAPTURE):
+            with self._gradient_sync(True):
+                self._forward_backward(self._eager, batch.data, batch.weight)
+            self.clear_gradients()
+        with nullcontext() if self._hook_meter is None else self._hook_meter.capturing():
+            super()._capture(batch)
+        if self.world.max(torch.tensor([float(self._graph is None)])).item():
+            self._graph = None  # a collective of a graph must be one of all graphs
+
+    def _replayed(self) -> None:
+        if self._hook_meter is not None:
+            self._hook_meter.replayed()
+
 
 class DataParallel(Strategy):
     """torch's DataParallel: one process, a thread for each GPU; kept for comparison, DDP is faster."""
@@ -195,79 +216,3 @@ class DataParallel(Strategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return nn.DataParallel(model, device_ids=list(range(self._plan.layout.devices_per_worker)))
-
-
-_Pair = tuple[torch.cuda.Event, torch.cuda.Event]
-
-
-class ExposedWait:
-    """How long a worker waits for others' gradients: from its own last gradient to the last sum.
-
-    Measured by the host's clock, or on a GPU by events on the compute stream, in callbacks of autograd before and after
-    DDP's own. The exchange keeps its bits, and a step costs three calls.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._total_s = 0.0
-        self._began_s = 0.0
-        self._range: AbstractContextManager[Any] | None = None
-        self._pair: _Pair | None = None  # of this step
-        self._pending: deque[_Pair] = deque()  # of steps that the device has not finished
-        self._free: list[_Pair] = []
-
-    @property
-    def total_s(self) -> float:
-        """Seconds so far; on a GPU of the finished steps."""
-        self._collect()
-        return self._total_s
-
-    def reset(self) -> None:
-        """Start again at zero."""
-        self._pending.clear()
-        self._total_s = 0.0
-
-    def watch(self, loss: Tensor) -> None:
-        """The next backward is of this loss and exchanges gradients."""
-        loss.register_hook(self._begin)
-
-    def _begin(self, gradient: Tensor) -> None:
-        # Callbacks run in order after all gradients are computed; DDP adds its own later, with its last bucket.
-        _queue_callback(self._gradients_computed)
-
-    def _gradients_computed(self) -> None:
-        _queue_callback(self._gradients_received)  # after DDP's
-        self._range = range_of("exchange")
-        self._range.__enter__()
-        if self._device.type == "cuda":
-            self._collect()
-            self._pair = self._free.pop() if self._free else (_event(), _event())
-            self._pair[0].record(torch.cuda.current_stream(self._device))
-        else:
-            self._began_s = time.perf_counter()
-
-    def _gradients_received(self) -> None:
-        if self._pair is not None:
-            # The stream already waits for the sums; the host may be far ahead of it.
-            self._pair[1].record(torch.cuda.current_stream(self._device))
-            self._pending.append(self._pair)
-            self._pair = None
-        else:
-            self._total_s += time.perf_counter() - self._began_s
-        assert self._range is not None
-        self._range.__exit__(None, None, None)
-
-    def _collect(self) -> None:
-        while self._pending and self._pending[0][1].query():
-            first, last = self._pending.popleft()
-            self._total_s += first.elapsed_time(last) / 1e3  # of milliseconds
-            self._free.append((first, last))
-
-
-def _queue_callback(function: Callable[[], None]) -> None:
-    """Call a function at the end of this backward. torch has no public call for it."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)

@@ -32,7 +32,7 @@ from stormo.parallel.ddp import check_reached, name_unused_parameters, replica
 from stormo.parallel.meta_init import Values, materialize, meta_model
 from stormo.parallel.parameter_shards import LocalParameter, ParameterShard, local_parameters, plain
 from stormo.parallel.tensor.hybrid import split_classifier
-from stormo.parallel.tensor.layers import ShardSpec
+from stormo.parallel.tensor.layers import ShardSpec, count_waits
 from stormo.parallel.tensor.plan import derive_plan
 from stormo.parallel.tensor.split import split_tensor, unequal_gradients
 from stormo.parallel.units import recompute, units_of
@@ -43,13 +43,12 @@ from stormo.tasks.task import Task
 class Sharded(Strategy):
     """One worker of a mesh without the axis pipeline."""
 
-    measures_exposed_wait = False
-
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         self._zero = plan.layout.zero
         self._model_group = world.parallel_dims.subgroup(*MODEL)  # the workers that hold one replica
         self._replica: DistributedDataParallel | None = None
         self._has_exchanged = True  # whether the last micro-batch ended with an exchange of gradients
+        self._is_exchanging = False  # whether this micro-batch is the last of its step
         if self._zero and task.find_unused and world.data.size > 1:
             raise SettingError(
                 f"{type(task).__name__}.find_unused is True and the weights are sharded",
@@ -58,6 +57,7 @@ class Sharded(Strategy):
             )
         super().__init__(world, plan, task, settings)
         self._make_shards()
+        self._watch_waits()
 
     # Building
 
@@ -105,6 +105,22 @@ class Sharded(Strategy):
             find_unused_parameters=self.task.find_unused,
         )
         return self._replica
+
+    def _watch_waits(self) -> None:
+        """Count the time in which this worker waits for others."""
+        for root in self._roots() if self._zero and self.world.size > 1 else ():
+            self.exposed.watch_shards(root)
+        if self.world.mesh.tensor > 1:
+            # Collectives inside compiled blocks cannot be timed from outside.
+            self.measures_exposed_wait = not self._plan.compile
+            group = self.world.parallel_dims.subgroup("tensor").group
+            assert group is not None
+            count_waits(group.group_name, self.exposed)
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._replica is not None and self._is_exchanging and loss.requires_grad:
+            self.exposed.watch_backward(loss)
+        super()._backward(loss)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         return model  # its blocks are compiled
@@ -185,6 +201,7 @@ class Sharded(Strategy):
     # A step
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
+        self._is_exchanging = is_last
         if isinstance(self.module, FSDPModule):
             is_replicated = self.world.mesh.replicate > 1
             self._has_exchanged = is_last or not (is_replicated or self._zero == 1)

@@ -152,6 +152,9 @@ class NoiseScaleMeter:
         self._sigma = 0.0
         self._is_measuring = False
         self._norms: list[Tensor] = []  # of this worker's own gradient, in pieces
+        self._captured: list[Tensor] = []  # the same, as a CUDA graph writes them
+        # NCCL divides while it sums, which saves a pass over the gradients.
+        self._divides = world.size > 1 and world.device.type == "cuda" and dist.get_backend() != "gloo"
         self._block: list[tuple[Tensor, Tensor, list[float]]] = []  # norms, own and whole; factors
         self._sent: tuple[Tensor, dist.Work | None] | None = None  # the block before, while it is summed
 
@@ -164,18 +167,40 @@ class NoiseScaleMeter:
         """Ignore everything until the next step starts."""
         self._norms, self._is_measuring = [], False
 
-    def see(self, gradient: Tensor) -> None:
-        """Take a piece of this worker's own gradient, before it is exchanged."""
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside it, a micro-batch is captured as a CUDA graph, whose replays write the norms of the last one."""
+        self._is_measuring = True
+        try:
+            yield
+        finally:
+            self._captured = self._norms
+            self.forget()
+
+    def replayed(self) -> None:
+        """A replay has written the norms."""
         if self._is_measuring:
-            self._norms.append(torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype)))
+            self._norms = list(self._captured)
+
+    def begin_exchange(self) -> None:
+        """The micro-batch starts whose gradients are exchanged."""
+        self._norms = []
+
+    def see(self, gradient: Tensor, factor: float = 1.0) -> None:
+        """Take a piece of this worker's own gradient, times a factor, before it is exchanged."""
+        if self._is_measuring:
+            norm = torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype))
+            self._norms.append(norm if factor == 1.0 else norm * factor)
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's mean of a bucket over the workers, to the last bit, after `see`."""
         buffer = bucket.buffer()
-        if buffer.layout is torch.strided:
-            self.see(buffer.mul_(1.0 / self._world.size))
-        else:
-            buffer.div_(self._world.size)  # a sparse gradient has its own bucket, and is not measured
+        if buffer.layout is not torch.strided:
+            return begin_sum(buffer.div_(self._world.size))  # a sparse gradient has its own bucket, and is not measured
+        if self._divides:
+            self.see(buffer, 1.0 / self._world.size)
+            return begin_sum(buffer, dist.ReduceOp.AVG)
+        self.see(buffer.mul_(1.0 / self._world.size))
         return begin_sum(buffer)
 
     def see_micro_batch(self, span: MicroBatch, parameters: Iterable[Tensor]) -> None:
@@ -260,9 +285,9 @@ class NoiseScaleMeter:
         self._moments = torch.tensor(state, dtype=torch.float64, device=self._world.device)
 
 
-def begin_sum(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """Start to sum a bucket of DDP over the workers, in place."""
-    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
+def begin_sum(buffer: Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future[Tensor]:
+    """Start to sum, or average, a bucket of DDP over the workers, in place."""
+    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, op, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
 

@@ -26,8 +26,6 @@ _MOST_AHEAD = 4  # steps: hides a slow round trip, and leaves time to save after
 class Local(Strategy):
     """A worker with local updates."""
 
-    measures_exposed_wait = False
-
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         super().__init__(world, plan, task, settings)
         rate, momentum = settings.optimizer.outer_lr, settings.optimizer.outer_momentum
@@ -54,7 +52,8 @@ class Local(Strategy):
         weights = self.weights()
         with range_of("averaging"):
             if self.world.size > 1:
-                copy(weights, means(self.world, weights))
+                with self.exposed.waiting():
+                    copy(weights, means(self.world, weights))
             if self.outer is not None:
                 self.outer.step(weights)
 

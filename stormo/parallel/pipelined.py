@@ -123,6 +123,7 @@ class Pipelined(Sharded):
             device=self.world.device,
             schedule=self._schedule,
             num_micro_batches=self._plan.micro_batches,
+            waiting=self.exposed.waiting,
             synchronized=self.world.data if self._is_synchronized else None,
         )
         self._is_even = True  # whether all workers have equally many samples in this micro-step
@@ -174,7 +175,9 @@ class Pipelined(Sharded):
             self._reshard()  # weights stay gathered for all micro-batches
         # Only the last stage has the losses and their counts.
         has_counts = torch.full_like(seen, float(bool(self.loss_weights.has_counts)))
-        sums = self._pipeline.sum(torch.stack([seen, self.loss_weights.own - before, has_counts]))
+        sums = torch.stack([seen, self.loss_weights.own - before, has_counts])
+        with self.exposed.waiting():
+            self._pipeline.sum(sums)
         self.loss_weights.take(before + sums[1])
         if not knew_counts:
             self.loss_weights.require_alike(bool(sums[2]))
@@ -182,7 +185,8 @@ class Pipelined(Sharded):
 
     def _collect_gradients(self) -> None:
         if not self._zero:
-            average(self._reached(), self.world.data)
+            with self.exposed.waiting():
+                average(self._reached(), self.world.data)
         super()._collect_gradients()
 
     def _reached(self) -> list[Tensor]:

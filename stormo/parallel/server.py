@@ -45,8 +45,6 @@ from stormo.tasks.task import Task
 class Server(Strategy):
     """A worker, which may be a server too."""
 
-    measures_exposed_wait = False
-
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         super().__init__(world, plan, task, settings)
         workers = settings.workers
@@ -111,7 +109,8 @@ class Server(Strategy):
         self.clear_gradients()
         if self._server is not None:
             self._server.reply(self._messages[self.world.rank])
-        self._transport.wait(works)
+        with self.exposed.waiting():
+            self._transport.wait(works)
         for server, message in enumerate(self._messages):
             if message.status == FAILED:
                 raise PeerFailedError(f"rank {server} failed as a server while rank {self.world.rank} waited for it.")

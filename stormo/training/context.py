@@ -63,9 +63,10 @@ class RunContext:
 
     def open_vote(self) -> tuple[AsyncAllReduce, LossMonitor]:
         """What the ranks agree on in every step, and the losses that travel with it."""
-        # A vote is cast when a step begins and read when it ends, so a rank can be one step ahead of others.
+        # A vote is cast when a step begins and read when it ends, so a rank can be one step ahead of others. On GPUs it
+        # is read a step later: the host, which is ahead of its GPU, need not wait for the slowest host.
         staleness = self.state.strategy.staleness
-        lag = max(0, staleness - 1)
+        lag = max(0, staleness - 1, self.world.size > 1 and self.world.device.type == "cuda")
         levels = self.world.levels() if staleness != 1 else None
         if levels is not None:
             lag = max(lag, 1)  # a rank can be two steps ahead

@@ -57,8 +57,11 @@ def _plan(num_gpus: int, **flags: Any) -> Plan:
         (1, {"batch_size": 1001}, False),  # there is no full batch
         (1, {"graph": False}, False),
         (0, {}, False),
-        (4, {}, False),
-        (1, {"strategy": "ddp"}, False),
+        (4, {}, True),
+        (1, {"strategy": "ddp"}, True),
+        (4, {"backend": "gloo"}, False),
+        (4, {"compress": "bf16"}, False),
+        (4, {"strategy": "fsdp"}, False),
         (2, {"strategy": "dp"}, False),
         (1, {"accumulate": 3}, False),
         (1, {"compile": True}, False),

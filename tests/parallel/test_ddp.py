@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
-from stormo.parallel.ddp import DataParallel, Ddp, ExposedWait
+from stormo.parallel.ddp import DataParallel, Ddp
 from tests.tiny_run import assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
 
@@ -47,7 +46,7 @@ def _spans(world: World, measures: bool) -> dict[str, Any]:
     for _ in range(NUM_STEPS):
         before_s = strategy.exposed_s
         steps(parts, 1)
-        began_s = strategy._exposed._began_s
+        began_s = strategy.exposed._began_s
         assert strategy.exposed_s is not None
         assert before_s is not None
         still.append((began_s, began_s + strategy.exposed_s - before_s))
@@ -89,9 +88,8 @@ def test_measuring_does_not_change_a_bit_of_the_training(run_ranks: Ranks, noise
 
 def _num_watched(world: World) -> int:
     parts, count = build(world, global_batch_size=16, accumulate=2), list[Tensor]()
-    assert parts.strategy._exposed is not None
-    watch = parts.strategy._exposed.watch
-    parts.strategy._exposed.watch = lambda loss: (count.append(loss.detach()), watch(loss))[1]  # type: ignore[method-assign]
+    watch = parts.strategy.exposed.watch_backward
+    parts.strategy.exposed.watch_backward = lambda loss: (count.append(loss.detach()), watch(loss))[1]  # type: ignore[method-assign]
     steps(parts, 3)
     parts.strategy.try_step(next(parts.loader.first_and_last()).data)  # no word to the other worker
     return len(count)
@@ -116,36 +114,3 @@ def test_a_strategy_that_does_not_measure_has_no_exposed_wait() -> None:
     assert strategy.exposed_s is None
     assert not strategy.measures_exposed_wait
     assert Ddp.measures_exposed_wait
-
-
-class _Event:
-    """An event of a device that has come as far as `now`."""
-
-    now = 0.0
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-
-    def query(self) -> bool:
-        assert self.at is not None
-        return self.at <= _Event.now
-
-    def elapsed_time(self, other: _Event) -> float:
-        assert self.at is not None
-        assert other.at is not None
-        return other.at - self.at
-
-
-def test_events_are_read_when_done_and_used_again() -> None:
-    wait = ExposedWait(torch.device("cpu"))
-    for begin, end in ((1.0, 3.0), (5.0, 9.0)):
-        pair = _Event(), _Event()
-        pair[0].at, pair[1].at = begin, end
-        wait._pending.append(pair)  # type: ignore[arg-type]
-    assert wait.total_s == 0.0
-    _Event.now = 6.0
-    assert wait.total_s == pytest.approx(2e-3)
-    _Event.now = 9.0
-    assert wait.total_s == pytest.approx(6e-3)
-    assert len(wait._free) == 2
-    assert not wait._pending

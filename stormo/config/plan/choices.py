@@ -108,8 +108,19 @@ def choose_graph(
         (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"),
         (
             not layout.spec.takes_cuda_graph,
-            f"only strategy single is captured and it is {layout.strategy}",
-            "leave it out, or set --strategy single --num-gpus 1",
+            f"{' and '.join(sorted(names(lambda row: row.takes_cuda_graph)))} are captured and the strategy is "
+            f"{layout.strategy}",
+            "leave it out, or set --strategy ddp",
+        ),
+        (
+            layout.backend == "gloo" and layout.world_size > 1,
+            "Gloo sends gradients through the host, which a replay leaves out",
+            "set --backend nccl",
+        ),
+        (
+            config.workers.compress != "none" and layout.world_size > 1,
+            "compressed gradients are exchanged by Python",
+            "leave out --compress",
         ),
         (config.batch.grow_batch is not None, "the size of a captured batch cannot grow", "leave out --grow-batch"),
         (

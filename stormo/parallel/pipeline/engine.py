@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    schedules,
 )
 
 from stormo.distributed.parallel_dims import SubGroup
@@ -66,9 +67,13 @@ class Engine:
         device: torch.device,
         schedule: str,
         num_micro_batches: int,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         synchronized: SubGroup | None = None,
     ) -> None:
-        """`synchronized` are data-parallel workers, if their stages exchange tensors in every forward."""
+        """`synchronized` are data-parallel workers, if their stages exchange tensors in every forward.
+
+        `waiting` is entered while this worker waits for activations or gradients of another one.
+        """
         assert group.size > 1, "a pipeline has at least two workers"
         check_schedule(schedule, group.size, num_stages, num_micro_batches)
         assert list(numbers) == worker_stages(group.rank, group.size, num_stages), numbers
@@ -78,6 +83,7 @@ class Engine:
         self._device = device
         self._schedule = schedule
         self._num_micro_batches = num_micro_batches
+        self._waiting = waiting
         self._synchronized = synchronized
         self._prepared: dict[Any, _Prepared] = {}
         self._loss_of: Callable[[Any, int], Tensor] | None = None
@@ -155,7 +161,7 @@ class Engine:
         tensors = call.tensors if 0 in self._modules else ()
         prepared.modules[0].call = call.specs
         try:
-            with _quiet():
+            with _quiet(), _counted_waits(self._waiting):
                 prepared.schedule.step(*tensors, return_outputs=False, **options)
         except RuntimeError as error:
             self._prepared.clear()  # its state cannot be used again
@@ -249,6 +255,22 @@ class Engine:
     def _owner(self, number: int) -> int:
         """The rank that has a stage."""
         return self._group.ranks[number % self._group.size]
+
+
+@contextmanager
+def _counted_waits(waiting: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let torch's schedule enter a context for every wait; it has no hook for that."""
+    plain = schedules._wait_batch_p2p
+
+    def wait(work: list[dist.Work]) -> None:
+        with waiting():
+            plain(work)
+
+    schedules._wait_batch_p2p = wait
+    try:
+        yield
+    finally:
+        schedules._wait_batch_p2p = plain
 
 
 @contextmanager

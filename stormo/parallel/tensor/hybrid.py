@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from stormo.data.order import derive_seed
 from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.layers.sync_batch_norm import variant
-from stormo.parallel.tensor.layers import ShardSpec, drawing_from, draws_random
+from stormo.parallel.tensor.layers import ShardSpec, drawing_from, draws_random, waiting_for
 from stormo.parallel.tensor.plan import chain_of, chain_plan, is_chain, is_elementwise, matched
 from stormo.parallel.tensor.split import split_tensor
 from stormo.tasks.task import Task
@@ -98,7 +99,8 @@ class _Exchange:
         batches: tuple[Tensor, ...] = _ToAll.apply(features, self._group, sizes, arrivals)  # type: ignore[no-untyped-call]
         for number, (batch, arrival) in enumerate(zip(batches, arrivals, strict=True)):
             if arrival is not None:
-                arrival.wait()  # the next ones are received while this one is computed
+                with self._waiting():
+                    arrival.wait()  # the next ones are received while this one is computed
             if is_random:  # whole layers must drop the same units on all workers
                 with drawing_from(derive_seed(seed, "round", number), features.device):
                     outputs.append(compute(batch))
@@ -107,11 +109,16 @@ class _Exchange:
         mine: Tensor = _ToOwner.apply(self._group, *outputs)  # type: ignore[no-untyped-call]
         return mine
 
+    def _waiting(self) -> AbstractContextManager[object]:
+        assert self._group.group is not None, "a classifier is split over several workers"
+        return waiting_for(self._group.group.group_name)
+
     def _announce(self, num_samples: int, is_random: bool) -> tuple[list[int], int]:
         """The number of samples of each worker, and a seed of the first."""
         mine = torch.tensor([num_samples, int(torch.randint(2**62, ())) if is_random else 0])
         gathered = [torch.empty_like(mine) for _ in range(self._group.size)]
-        dist.all_gather(gathered, mine, group=self._group.group)
+        with self._waiting():
+            dist.all_gather(gathered, mine, group=self._group.group)
         return [int(one[0]) for one in gathered], int(gathered[0][1])
 
 
@@ -158,8 +165,9 @@ class _ToOwner(torch.autograd.Function):
             if sent.numel():
                 arrivals.append(dist.broadcast(sent, group=group.group, group_src=owner, async_op=True))
             grads.append(sent)
-        for arrival in arrivals:
-            arrival.wait()
+        with waiting_for(group.group.group_name):
+            for arrival in arrivals:
+                arrival.wait()
         return None, *grads
 
 

@@ -12,7 +12,7 @@ whose state is in the checkpoint: nothing more has to be saved.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,24 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stormo.data.order import derive_seed
+from stormo.parallel.exposed import ExposedWait
 
 # torch.compile traces these operators; the functions around them are private as well.
 _collectives = torch.ops._c10d_functional
+
+
+_EXPOSED: dict[str, ExposedWait] = {}  # by the name of the group
+
+
+def count_waits(group: str, exposed: ExposedWait) -> None:
+    """Count the time in which this worker waits for the exchanges of a group."""
+    _EXPOSED[group] = exposed
+
+
+def waiting_for(group: str) -> AbstractContextManager[object]:
+    """Entered while this worker waits for an exchange of the group."""
+    exposed = None if torch.compiler.is_compiling() else _EXPOSED.get(group)
+    return nullcontext() if exposed is None else exposed.waiting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +150,8 @@ class _ColumnProduct(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         if grad_input is not None:
-            grad_input = _collectives.wait_tensor(grad_input)
+            with waiting_for(ctx.group):
+                grad_input = _collectives.wait_tensor(grad_input)
         return grad_input, grad_weight, grad_bias, None
 
 
@@ -147,7 +163,8 @@ class _Sum(torch.autograd.Function):
         if torch.compiler.is_compiling():  # the compiler decides what can be overwritten
             return _collectives.wait_tensor(_collectives.all_reduce(part, "sum", group))  # type: ignore[no-any-return]
         ctx.mark_dirty(part)  # the product, which nobody else uses
-        _collectives.wait_tensor(_collectives.all_reduce_(part, "sum", group))
+        with waiting_for(group):
+            _collectives.wait_tensor(_collectives.all_reduce_(part, "sum", group))
         return part
 
     @staticmethod
@@ -183,7 +200,8 @@ class _Slice(torch.autograd.Function):
 
 
 def _gathered(part: Tensor, group: str, tp_size: int) -> Tensor:
-    stacked = _collectives.wait_tensor(_collectives.all_gather_into_tensor(part.contiguous(), tp_size, group))
+    with waiting_for(group):
+        stacked = _collectives.wait_tensor(_collectives.all_gather_into_tensor(part.contiguous(), tp_size, group))
     return torch.cat(stacked.chunk(tp_size), dim=-1)
 
 

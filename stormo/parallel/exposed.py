@@ -1,0 +1,157 @@
+"""Exposed communication: the time in which a worker has nothing to compute because it waits for others.
+
+On a CPU the host's clock measures it. On a GPU two small kernels around a wait read the device's clock and add to a
+counter on the device: the host never waits, and a replayed CUDA graph counts too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from stormo.layers.kernel_calls import launch
+from stormo.profiling.ranges import range_of
+
+
+class ExposedWait:
+    """Seconds that a worker has waited so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counter: _DeviceCounter | None = None  # of a GPU, once something was waited for
+        self._host_s = 0.0
+        self._began_s = 0.0
+        self._depth = 0
+        self._range: AbstractContextManager[Any] | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds so far; on a GPU of the finished steps."""
+        return self._host_s if self._counter is None else self._counter.read_s()
+
+    def reset(self) -> None:
+        """Start again at zero."""
+        self._host_s = 0.0
+        if self._counter is not None:
+            self._counter.reset()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What is waited for inside it counts."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """The worker, or its compute stream, starts to wait; a wait inside another one counts once."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._range = range_of("exchange")
+        self._range.__enter__()
+        if self._device.type == "cuda":
+            self._counter = self._counter or _DeviceCounter(self._device)
+            self._counter.begin()
+        else:
+            self._began_s = time.perf_counter()
+
+    def end(self) -> None:
+        """It continues."""
+        self._depth -= 1
+        if self._depth:
+            return
+        if self._counter is None:
+            self._host_s += time.perf_counter() - self._began_s
+        else:
+            self._counter.end()
+        assert self._range is not None
+        self._range.__exit__(None, None, None)
+
+    def watch_backward(self, loss: Tensor) -> None:
+        """Count the wait at the end of the next backward of this loss, from its last gradient to DDP's last sum."""
+        loss.register_hook(self._queue)
+
+    def _queue(self, gradient: Tensor) -> None:
+        # Callbacks run in order after all gradients are computed; DDP adds its own later, with its last bucket.
+        _queue_callback(self._gradients_computed)
+
+    def _gradients_computed(self) -> None:
+        _queue_callback(self.end)  # after DDP's
+        self.begin()
+
+    def watch_shards(self, model: nn.Module) -> None:
+        """Count the waits of torch's sharding: for gathered weights, and for the last reduced gradients."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for group in _parameter_groups(module):
+                    group.wait_for_unshard = self._counted(group.wait_for_unshard)
+                    group.finalize_backward = self._counted(group.finalize_backward)
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with self.waiting():
+                return function(*arguments)
+
+        return call
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """What gathers and reduces the parameters of a module together; torch has no public name for it."""
+    state: Any = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
+    return list(several) if several is not None else [group for group in [state._fsdp_param_group] if group]
+
+
+def _queue_callback(function: Callable[[], None]) -> None:
+    """Call a function at the end of this backward. torch has no public call for it."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+class _DeviceCounter:
+    """Adds up intervals of the current stream in nanoseconds of the device's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._began_and_total = torch.zeros(2, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._copied = torch.cuda.Event()
+        self._total_s = 0.0
+        self._is_copying = False
+
+    def begin(self) -> None:
+        """Keep the time."""
+        self._launch(is_end=False)
+
+    def end(self) -> None:
+        """Add the time since then."""
+        self._launch(is_end=True)
+
+    def _launch(self, *, is_end: bool) -> None:
+        from stormo.layers.clock_kernel import interval_kernel  # imports triton
+
+        launch(interval_kernel, (1,), self._began_and_total, IS_END=is_end)
+
+    def reset(self) -> None:
+        """Start again at zero."""
+        self._began_and_total.zero_()
+        if self._is_copying:
+            self._copied.synchronize()
+        self._is_copying, self._total_s = False, 0.0
+
+    def read_s(self) -> float:
+        """The newest total that has arrived; asks for the next one."""
+        if self._is_copying and not self._copied.query():
+            return self._total_s
+        if self._is_copying:
+            self._total_s = int(self._copy[1]) * 1e-9
+        self._copy.copy_(self._began_and_total, non_blocking=True)
+        self._copied.record()
+        self._is_copying = True
+        return self._total_s

@@ -1,0 +1,70 @@
+"""Every strategy counts the time in which a worker waits for others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stormo.distributed.world import World
+from stormo.parallel.exposed import ExposedWait
+from tests.tiny_run import build, steps
+from tests.tiny_task import Tiny
+
+Ranks = Callable[..., list[Any]]
+SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"strategy": "ddp"}),
+    "zero1": (2, {"strategy": "zero1"}),
+    "zero2": (2, {"strategy": "zero2"}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "tensor": (2, {"strategy": "tensor"}),
+    "hybrid": (3, {"strategy": "hybrid"}),
+    "pipeline": (2, {"strategy": "pipeline"}),
+    "server": (2, {"strategy": "server"}),
+    "local": (2, {"strategy": "local", "average_every": "1"}),
+    "replicas of shards": (4, {"mesh": "replicate=2,shard=2"}),
+    "replicas of tensor-parallel models": (4, {"mesh": "replicate=2,tensor=2"}),
+}
+
+
+class Trunk(Tiny):
+    """Layers before a classifier, which the hybrid splits."""
+
+    def model(self) -> nn.Module:
+        trunk = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten())
+        return nn.Sequential(trunk, nn.Linear(24, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def _waited(world: World, flags: dict[str, Any]) -> tuple[float | None, float | None, float]:
+    task_class = Trunk if flags.get("strategy") == "hybrid" else Tiny
+    parts = build(world, {"num_train": 64, "norm": False}, task_class=task_class, global_batch_size=16, **flags)
+    parts.strategy.warm_up(parts.loader)
+    before_s, began_s = parts.strategy.exposed_s, time.perf_counter()
+    steps(parts, 3)
+    return before_s, parts.strategy.exposed_s, time.perf_counter() - began_s
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_waits_of_a_strategy_are_counted(run_ranks: Ranks, name: str) -> None:
+    size, flags = SETUPS[name]
+    found = run_ranks(_waited, size, flags)
+    for before_s, exposed_s, wall_s in found:
+        assert before_s == 0.0  # what the warm-up has waited is not of the training
+        assert exposed_s is not None
+        assert 0.0 <= exposed_s <= wall_s
+    # A server that has its own reply at once does not wait for the other worker's.
+    assert any(exposed_s > 0.0 for _, exposed_s, _ in found)
+
+
+def test_a_wait_inside_another_one_counts_once() -> None:
+    wait = ExposedWait(torch.device("cpu"))
+    began_s = time.perf_counter()
+    with wait.waiting(), wait.waiting():
+        time.sleep(0.05)
+    assert 0.05 <= wait.total_s <= time.perf_counter() - began_s
+    wait.reset()
+    assert wait.total_s == 0.0
