@@ -30,8 +30,19 @@ class Card:
         return value() if callable(value) else value
 
 
+def cut_h200(number: int = 0, num_slices: int = 7) -> Card:
+    """An H200 in MIG mode, in up to seven slices: MIG-00, MIG-01 and so on."""
+    tells = {"multiprocessors": 16, "memory_mb": 16384}
+    slices = [Card(f"MIG-{number}{index}", "NVIDIA H200 MIG 1g.18gb", tells=tells) for index in range(num_slices)]
+    return Card(
+        f"GPU-{number}",
+        instances=[*slices, *[None] * (7 - num_slices)],
+        tells={"cores": 16896, "capability": (9, 0)},
+    )
+
+
 class FakeNvml:
-    """What `stormo.energy.nvml` uses of pynvml."""
+    """What `stormo.system.nvml` uses of pynvml."""
 
     NVMLError = NVMLError
 
@@ -78,6 +89,15 @@ class FakeNvml:
         if instance is None:
             raise NVMLError("Not Found")
         return instance
+
+    def nvmlDeviceGetAttributes(self, card: Card) -> Any:  # noqa: N802
+        return SimpleNamespace(multiprocessorCount=card["multiprocessors"], memorySizeMB=card["memory_mb"])
+
+    def nvmlDeviceGetNumGpuCores(self, card: Card) -> Any:  # noqa: N802
+        return card["cores"]
+
+    def nvmlDeviceGetCudaComputeCapability(self, card: Card) -> Any:  # noqa: N802
+        return card["capability"]
 
     def nvmlDeviceGetTotalEnergyConsumption(self, card: Card) -> Any:  # noqa: N802
         assert self.num_open > 0

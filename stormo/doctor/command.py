@@ -22,6 +22,7 @@ from stormo.launch.environments.detect import LAUNCHERS
 from stormo.launch.hosts import hosts_of, start_on_hosts
 from stormo.launch.nodes import equal_settings, find_rank_info, launched_by, node_of
 from stormo.launch.rank_info import host_name
+from stormo.launch.slices import take_slice
 from stormo.system.files import data_cache
 from stormo.system.hardware import Gpu, visible_gpus
 from stormo.system.process import stormo_command
@@ -139,6 +140,7 @@ def check_job(arguments: list[str]) -> int:
     """Start the workers of a job, or be one of them, and measure."""
     options = _parse_job(arguments)
     rank_info = find_rank_info(options.config)
+    take_slice(rank_info, options.config.workers.device)
     if hosts := hosts_of(options.config):
         return start_on_hosts(options.config, hosts, "doctor", arguments)
     layout = resolve_layout(options.config, gpus_within(options.limit_s), launched_by(rank_info))

@@ -1,6 +1,6 @@
 """GPUs and their driver, torch and the libraries it loads, and whether Gloo and NCCL work.
 
-NVML is asked directly for what `energy.nvml` does not read. A GPU that does not report a value is not judged by it.
+NVML is asked directly for what `system.nvml` does not read. A GPU that does not report a value is not judged by it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 from stormo.doctor.finding import Finding, in_one_line
 from stormo.doctor.machine import Machine
-from stormo.energy.nvml import THROTTLE_REASONS, Device, Nvml, NvmlUnavailableError, open_nvml
 from stormo.errors import pluralize
+from stormo.system.nvml import THROTTLE_REASONS, Device, Nvml, NvmlUnavailableError, open_nvml
 from stormo.telemetry.text import format_bytes
 
 _UNCORRECTED, _SINCE_LOAD = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
