@@ -10,12 +10,14 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from stormo.errors import StormoError
 
 _SM_CLOCK, _MEMORY_CLOCK, _GPU_TEMPERATURE = 1, 2, 0  # NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU
 _MIG_ENABLED = 1
+_RUNNING = "nvmlDeviceGetComputeRunningProcesses"
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that hold a busy GPU back; idle and set clocks are no throttling.
 THROTTLE_REASONS = {
@@ -36,6 +38,17 @@ class NvmlUnavailableError(StormoError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A size of MIG instances that a GPU can be cut into."""
+
+    id: int  # as nvidia-smi takes it
+    name: str
+    most: int  # of which so many fit
+    multiprocessors: int
+    memory_bytes: int
 
 
 class Device:
@@ -108,6 +121,28 @@ class Device:
         """Whether MIG mode is on; None for a GPU that cannot be split."""
         modes = self._ask("is_split", self._whole, "nvmlDeviceGetMigMode")
         return None if modes is None else modes[0] == _MIG_ENABLED
+
+    def profiles(self) -> list[Profile]:
+        """The sizes of MIG instances that the GPU offers; empty where it has none, or not before MIG mode is on."""
+        number = getattr(self._library, "NVML_GPU_INSTANCE_PROFILE_COUNT", 0)
+        found = [
+            self._ask("profiles", self._whole, "nvmlDeviceGetGpuInstanceProfileInfo", kind) for kind in range(number)
+        ]
+        return [
+            Profile(
+                id=int(info.id),
+                name=_text(info.name).removeprefix("MIG "),
+                most=int(info.instanceCount),
+                multiprocessors=int(info.multiprocessorCount),
+                memory_bytes=int(info.memorySizeMB) * 2**20,
+            )
+            for info in found
+            if info is not None
+        ]
+
+    def pids(self) -> list[int]:
+        """The processes that compute on it."""
+        return [int(process.pid) for process in self._ask("pids", self._own, _RUNNING) or ()]
 
     def slice_attributes(self) -> tuple[int, int] | None:
         """Multiprocessors and bytes of memory of a MIG instance."""
