@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.command import result_line, run_to_end, train_command
 from benchmarks.time_to_accuracy import FAST, as_flags, measured, run_stormo
 from stormo.energy import Meter, Source
-from stormo.energy.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.energy.probes import NvidiaProbe
+from stormo.system.nvml import Device, NvmlUnavailableError, open_nvml
 
 _REFRESH_S = 0.1
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import result_line, run_to_end, train_command
-from stormo.system.hardware import peak_tflops, visible_gpus
+from stormo.system.hardware import peaks_of, visible_gpus
 from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
 
 _WARM_STEPS = 10
@@ -94,7 +94,7 @@ def main() -> None:
     if ours["mfu"] is not None:
         figures["mfu"] = ours["mfu"]
     figures["plain_tokens_per_s"] = plain_tokens_per_s
-    peaks = peak_tflops(gpus[0].name) if gpus else None
+    peaks = peaks_of(gpus[0]) if gpus else None
     if peaks:
         facts = LanguageModel(LanguageModelOptions(preset=options.preset)).facts()
         assert facts.flops_per_sample is not None

@@ -93,11 +93,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped by name where there is no GPU."""
+    """GPU tests are skipped by name where there is no GPU, and those of `slices(N)` where fewer slices are visible."""
     from stormo.system.hardware import visible_gpus
 
-    if not visible_gpus():
-        skip = pytest.mark.skip(reason="needs a CUDA device and none is visible")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+    gpus = visible_gpus()
+    num_slices = sum(gpu.slice_of is not None for gpu in gpus)
+    for item in items:
+        if item.get_closest_marker("gpu") and not gpus:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and none is visible"))
+        elif (needed := item.get_closest_marker("slices")) and num_slices < needed.args[0]:
+            reason = f"needs {needed.args[0]} slices of GPUs and {num_slices} are visible: stormo doctor --slices"
+            item.add_marker(pytest.mark.skip(reason=reason))

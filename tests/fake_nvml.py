@@ -30,10 +30,34 @@ class Card:
         return value() if callable(value) else value
 
 
+# By NVML's number: the id of nvidia-smi, name, how many fit, multiprocessors, MiB.
+H200_PROFILES = {
+    0x0: (19, "MIG 1g.18gb", 7, 16, 16384),
+    0x1: (14, "MIG 2g.35gb", 3, 32, 33280),
+    0x2: (9, "MIG 3g.71gb", 2, 60, 71424),
+    0x3: (5, "MIG 4g.71gb", 1, 64, 71424),
+    0x4: (0, "MIG 7g.141gb", 1, 132, 143360),
+    0x7: (20, "MIG 1g.18gb+me", 1, 16, 16384),
+    0x9: (15, "MIG 1g.35gb", 4, 26, 33280),
+}
+
+
+def cut_h200(number: int = 0, num_slices: int = 7) -> Card:
+    """An H200 in MIG mode, in up to seven slices: MIG-00, MIG-01 and so on."""
+    tells = {"multiprocessors": 16, "memory_mb": 16384}
+    slices = [Card(f"MIG-{number}{index}", "NVIDIA H200 MIG 1g.18gb", tells=tells) for index in range(num_slices)]
+    return Card(
+        f"GPU-{number}",
+        instances=[*slices, *[None] * (7 - num_slices)],
+        tells={"cores": 16896, "capability": (9, 0), "profiles": H200_PROFILES},
+    )
+
+
 class FakeNvml:
-    """What `stormo.energy.nvml` uses of pynvml."""
+    """What `stormo.system.nvml` uses of pynvml."""
 
     NVMLError = NVMLError
+    NVML_GPU_INSTANCE_PROFILE_COUNT = 0x12
 
     def __init__(self, cards: list[Card], *, init: Exception | None = None) -> None:
         self.cards = cards
@@ -78,6 +102,31 @@ class FakeNvml:
         if instance is None:
             raise NVMLError("Not Found")
         return instance
+
+    def nvmlDeviceGetGpuInstanceProfileInfo(self, card: Card, kind: int) -> Any:  # noqa: N802
+        found = card["profiles"].get(kind)
+        if found is None:
+            raise NVMLError("Not Supported")
+        number, name, count, multiprocessors, memory_mb = found
+        return SimpleNamespace(
+            id=number,
+            name=name.encode(),
+            instanceCount=count,
+            multiprocessorCount=multiprocessors,
+            memorySizeMB=memory_mb,
+        )
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card: Card) -> Any:  # noqa: N802
+        return card["ComputeRunningProcesses"]
+
+    def nvmlDeviceGetAttributes(self, card: Card) -> Any:  # noqa: N802
+        return SimpleNamespace(multiprocessorCount=card["multiprocessors"], memorySizeMB=card["memory_mb"])
+
+    def nvmlDeviceGetNumGpuCores(self, card: Card) -> Any:  # noqa: N802
+        return card["cores"]
+
+    def nvmlDeviceGetCudaComputeCapability(self, card: Card) -> Any:  # noqa: N802
+        return card["capability"]
 
     def nvmlDeviceGetTotalEnergyConsumption(self, card: Card) -> Any:  # noqa: N802
         assert self.num_open > 0

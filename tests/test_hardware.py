@@ -16,7 +16,7 @@ _CARDS = [
 ]
 
 
-class _Driver:
+class Driver:
     """Answers as libcuda does: results go through pointers, 0 means success."""
 
     def __init__(self, cards: list[tuple[str, int, tuple[int, int]]], *, init: int = 0, count: int = 0) -> None:
@@ -54,8 +54,8 @@ class _Driver:
         return 0
 
 
-def _install(monkeypatch: pytest.MonkeyPatch, driver: _Driver | None) -> None:
-    def load(name: str) -> _Driver:
+def install_driver(monkeypatch: pytest.MonkeyPatch, driver: Driver | None) -> None:
+    def load(name: str) -> Driver:
         assert name == "libcuda.so.1"
         if driver is None:
             raise OSError(f"{name}: cannot open shared object file")
@@ -65,23 +65,23 @@ def _install(monkeypatch: pytest.MonkeyPatch, driver: _Driver | None) -> None:
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, None)
+    install_driver(monkeypatch, None)
     assert visible_gpus() == []
 
 
 @pytest.mark.parametrize(("init", "count"), [(100, 0), (0, 3)])
 def test_a_driver_that_refuses_shows_no_gpu(monkeypatch: pytest.MonkeyPatch, init: int, count: int) -> None:
-    _install(monkeypatch, _Driver(_CARDS, init=init, count=count))
+    install_driver(monkeypatch, Driver(_CARDS, init=init, count=count))
     assert visible_gpus() == []
 
 
 def test_a_driver_without_devices_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, _Driver([]))
+    install_driver(monkeypatch, Driver([]))
     assert visible_gpus() == []
 
 
 def test_every_gpu_of_the_driver_is_described_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, _Driver(_CARDS))
+    install_driver(monkeypatch, Driver(_CARDS))
     assert visible_gpus() == [Gpu(name=name, memory_bytes=size, capability=level) for name, size, level in _CARDS]
 
 

@@ -21,9 +21,9 @@ from typing import Any
 from stormo.config.options import Parser
 from stormo.energy.meter import own_meter
 from stormo.energy.node_metrics import NodeMetrics
-from stormo.energy.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.errors import SettingError, StormoError, pluralize
 from stormo.system.files import open_to_append, whole_lines_bytes, write_all
+from stormo.system.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.telemetry.runs_folder import align
 from stormo.telemetry.text import (
     can_redraw,

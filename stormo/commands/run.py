@@ -15,6 +15,7 @@ from stormo.launch import AgentTimeouts, run_node
 from stormo.launch.environments.local import fix_hash_seed
 from stormo.launch.hosts import hosts_of, start_on_hosts
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT, equal_settings, find_rank_info, launched_by, node_of
+from stormo.launch.slices import take_slice
 from stormo.system.hardware import visible_gpus
 from stormo.tasks.find import check_module
 
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> int:
             "start it by torchrun, whose workers stormo.World joins, or train a task with stormo train",
         )
     rank_info = find_rank_info(config)
+    take_slice(rank_info, config.workers.device)
     if hosts := hosts_of(config):
         return start_on_hosts(config, hosts, "run", arguments)
     layout = resolve_layout(config, visible_gpus(), launched_by(rank_info))

@@ -18,6 +18,7 @@ from stormo.launch.environments.local import silence_resource_tracker
 from stormo.launch.environments.torchrun import note_failure
 from stormo.launch.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch.nodes import check_restarts, equal_settings, find_rank_info, node_of, run_with_restarts
+from stormo.launch.slices import take_slice
 from stormo.system.process import STARTED, die_with_parent, process_start_unix_s, stormo_command
 from stormo.system.signals import exit_if_sigusr1_came
 from stormo.tasks.check import check_task
@@ -37,6 +38,7 @@ def main(arguments: list[str]) -> int:
         config = settings.config(task_class.Options)
     check_task(task_class)
     rank_info = find_rank_info(config)
+    take_slice(rank_info, config.workers.device)
     hosts = hosts_of(config)
     check_restarts(on_hosts(config, hosts), rank_info)
     if hosts and not config.command.dry_run:

@@ -13,7 +13,7 @@ from stormo.config.mesh import SHARDED, Mesh, mesh_of, parse_mesh, preset_mesh
 from stormo.config.schema import TrainConfig, Workers
 from stormo.config.strategies import DDP, MESH, SINGLE, SPECS, StrategySpec, names
 from stormo.errors import SettingError, pluralize
-from stormo.system.hardware import Gpu
+from stormo.system.hardware import Gpu, why_no_gpu
 
 _PORTS = (1024, 49151)
 _MAX_TIMEOUT_S = 30 * 24 * 3600
@@ -39,6 +39,7 @@ class Layout:
 
     device_type: str  # "cpu" or "cuda"
     gpu: Gpu | None
+    slices: tuple[Gpu, ...]  # MIG instances of this node, of which each worker takes one; empty on whole GPUs
     backend: str
     strategy: str
     num_nodes: int
@@ -97,11 +98,13 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     if is_one_process:
         _check_data_parallel(config, device_type, num_nodes, launched)
         devices_per_worker, per_node, world_size = per_node, 1, 1
-    backend, backend_reason = _backend(config, device_type, world_size)
-    strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
-    unit = "GPU" if device_type == "cuda" else "CPU process"
     count = per_node * devices_per_worker
-    total = f"{world_size} = {pluralize(num_nodes, 'node')} × {pluralize(count, unit)}"
+    slices = tuple(gpus) if device_type == "cuda" and gpus[0].slice_of else ()
+    if is_one_process and slices and count > 1:
+        raise _sees_one_slice(config, count)
+    backend, backend_reason = _backend(config, device_type, world_size, slices[:count], num_nodes)
+    strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
+    total = f"{world_size} = {pluralize(num_nodes, 'node')} × {_devices(device_type, count, slices[:count])}"
     if is_one_process:
         total = f"1 process with {pluralize(count, 'GPU')}"
     elif world_size != per_node * num_nodes:
@@ -109,6 +112,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     return Layout(
         device_type=device_type,
         gpu=gpus[0] if device_type == "cuda" else None,
+        slices=slices,
         backend=backend,
         strategy=strategy,
         num_nodes=num_nodes,
@@ -121,6 +125,27 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
             ("workers", f"{total} ({origin}; {device_reason}); {backend_reason}"),
             ("strategy", f"{strategy}: {strategy_reason}"),
         ),
+    )
+
+
+def share_a_gpu(slices: Sequence[Gpu]) -> bool:
+    """Whether two of these slices are on one physical GPU."""
+    return len({one.slice_of for one in slices}) < len(slices)
+
+
+def _devices(device_type: str, count: int, slices: Sequence[Gpu]) -> str:
+    if not slices:
+        return pluralize(count, "GPU" if device_type == "cuda" else "CPU process")
+    profiles = ", ".join(sorted({one.profile for one in slices}))
+    num_gpus = len({one.slice_of for one in slices})
+    return f"{pluralize(count, 'slice')} ({profiles}) of {pluralize(num_gpus, 'GPU')}"
+
+
+def _sees_one_slice(config: TrainConfig, num_slices: int) -> SettingError:
+    return SettingError(
+        f"--strategy {config.workers.strategy} was set on {pluralize(num_slices, 'slice')} of GPUs",
+        "DataParallel is one process, and CUDA shows a process one slice",
+        "set --strategy ddp, or --num-gpus 1",
     )
 
 
@@ -167,14 +192,16 @@ def _device(config: TrainConfig, gpus: Sequence[Gpu]) -> tuple[str, str]:
     asked = config.workers.device
     if asked == "cuda" and not gpus:
         raise SettingError(
-            "--device cuda was set", "no GPU is visible to this process", "set --device cpu, or check nvidia-smi"
+            "--device cuda was set",
+            f"no GPU is visible to this process{why_no_gpu()}",
+            "set --device cpu, or check nvidia-smi",
         )
     if asked == "cpu":
         return "cpu", "--device cpu"
     if gpus:
         names = sorted({gpu.name for gpu in gpus})
         return "cuda", f"{len(gpus)} × {names[0]} visible" if len(names) == 1 else f"{len(gpus)} GPUs visible"
-    return "cpu", "no GPU is visible"
+    return "cpu", f"no GPU is visible{why_no_gpu()}"
 
 
 def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: Launched | None) -> None:
@@ -215,7 +242,9 @@ def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, 
         )
 
 
-def _backend(config: TrainConfig, device_type: str, world_size: int) -> tuple[str, str]:
+def _backend(
+    config: TrainConfig, device_type: str, world_size: int, slices: Sequence[Gpu], num_nodes: int
+) -> tuple[str, str]:
     asked = config.workers.backend
     if asked == "nccl" and device_type == "cpu":
         raise SettingError(
@@ -224,6 +253,10 @@ def _backend(config: TrainConfig, device_type: str, world_size: int) -> tuple[st
     backend = asked if asked != "auto" else "nccl" if device_type == "cuda" else "gloo"
     if world_size == 1:
         return backend, "no communication needed"
+    if backend == "nccl" and share_a_gpu(slices):
+        sockets = "loopback sockets" if num_nodes == 1 else "sockets"
+        reason = "slices of one GPU have no direct path, so their links are those of a slow network, 1 to 4 GB/s"
+        return backend, f"nccl over {sockets}: {reason}"
     return backend, f"{backend} {'as set' if asked != 'auto' else 'for GPUs' if backend == 'nccl' else 'for CPUs'}"
 
 

@@ -10,7 +10,7 @@ import torch
 from stormo.distributed.store import Store
 from stormo.errors import SettingError, pluralize
 from stormo.launch import RankInfo
-from stormo.system.hardware import num_cores
+from stormo.system.hardware import NODE_SLICES, num_cores
 
 # Launchers that start all workers of a node from one process, in its environment.
 _SHOW_ALL_THE_SAME = ("alone", "local", "torchrun")
@@ -27,6 +27,8 @@ def device_of(
     """
     if device_type == "cpu":
         return torch.device("cpu")
+    if rank_info.launcher in _SHOW_ALL_THE_SAME and NODE_SLICES in os.environ:
+        return torch.device("cuda", 0)  # its slice, bound before CUDA was started
     num_visible = torch.cuda.device_count()
     if rank_info.launcher == "env" and rank_info.local_size == 1 and store is not None and not may_share:
         _require_own_gpu(rank_info, store)

@@ -12,6 +12,7 @@ from typing import Any
 from stormo.config.layout import Layout, at_least, check_timeout, resolve_layout
 from stormo.config.options import Parser, make_config, options_of
 from stormo.config.schema import CALL_ONLY, NodeRange, Run, TrainConfig, Workers
+from stormo.doctor import slices
 from stormo.doctor.check_runner import CHECKS, run_checks
 from stormo.doctor.finding import Finding, as_json, exit_code, show
 from stormo.doctor.measure import require_rendezvous
@@ -22,6 +23,7 @@ from stormo.launch.environments.detect import LAUNCHERS
 from stormo.launch.hosts import hosts_of, start_on_hosts
 from stormo.launch.nodes import equal_settings, find_rank_info, launched_by, node_of
 from stormo.launch.rank_info import host_name
+from stormo.launch.slices import take_slice
 from stormo.system.files import data_cache
 from stormo.system.hardware import Gpu, visible_gpus
 from stormo.system.process import stormo_command
@@ -46,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     if _is_job(arguments, os.environ):
         return check_job(list(arguments))
     parsed = _parser().parse_args(arguments)
+    if parsed.slices is not None:
+        return _slices(parsed.slices, as_document=parsed.json)
     names = _chosen(parsed.only, parsed.skip)
     folders = {"runs_folder": parsed.runs_folder, "data_folder": _data_folder(parsed.data_folder)}
     findings = run_checks(names, folders)
@@ -53,6 +57,15 @@ def main(arguments: Sequence[str]) -> int:
     title = f"stormo {__version__} on {host_name()}, {system.sysname} {system.release}"
     _print(findings, title, as_document=parsed.json)
     return exit_code(findings)
+
+
+def _slices(asked: str, *, as_document: bool) -> int:
+    if asked:
+        if not asked.isdecimal():
+            raise SettingError(f"--slices {asked} was set", "it is no number", "set --slices 7, or 0 to undo it")
+        slices.cut(int(asked), say=lambda line: write_text(f"{line}\n", sys.stderr))
+    write_text(slices.show_slices(as_document=as_document), sys.stdout)
+    return 0
 
 
 def _is_job(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
@@ -107,6 +120,13 @@ def _parser() -> Parser:
     parser.add_argument(
         "--data-folder", metavar="FOLDER", help="where data are read from (default: where stormo keeps what it fetched)"
     )
+    parser.add_argument(
+        "--slices",
+        nargs="?",
+        const="",
+        metavar="N",
+        help="show what the GPUs can be cut into (MIG); with N, cut the GPU into N slices; with 0, undo it",
+    )
     _add_common_flags(parser)
     return parser
 
@@ -139,6 +159,7 @@ def check_job(arguments: list[str]) -> int:
     """Start the workers of a job, or be one of them, and measure."""
     options = _parse_job(arguments)
     rank_info = find_rank_info(options.config)
+    take_slice(rank_info, options.config.workers.device)
     if hosts := hosts_of(options.config):
         return start_on_hosts(options.config, hosts, "doctor", arguments)
     layout = resolve_layout(options.config, gpus_within(options.limit_s), launched_by(rank_info))

@@ -1,6 +1,6 @@
 """GPUs and their driver, torch and the libraries it loads, and whether Gloo and NCCL work.
 
-NVML is asked directly for what `energy.nvml` does not read. A GPU that does not report a value is not judged by it.
+NVML is asked directly for what `system.nvml` does not read. A GPU that does not report a value is not judged by it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 from stormo.doctor.finding import Finding, in_one_line
 from stormo.doctor.machine import Machine
-from stormo.energy.nvml import THROTTLE_REASONS, Device, Nvml, NvmlUnavailableError, open_nvml
 from stormo.errors import pluralize
+from stormo.system.nvml import THROTTLE_REASONS, Device, Nvml, NvmlUnavailableError, open_nvml
 from stormo.telemetry.text import format_bytes
 
 _UNCORRECTED, _SINCE_LOAD = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
@@ -115,7 +115,8 @@ def _unreadable(library: Any, nvml: Nvml) -> Iterator[Finding]:
 
 def _visible(machine: Machine, nvml: Nvml) -> Iterator[Finding]:
     setting = machine.environ.get("CUDA_VISIBLE_DEVICES")
-    visible, num_gpus = len(nvml.visible(machine.environ)), len(nvml.devices())
+    usable, num_gpus = nvml.usable(setting), len(nvml.devices())
+    visible, num_slices = len(usable), sum(device.parent_uuid is not None for device in usable)
     by_cuda = len(machine.gpus())
     facts = {"num_visible": visible, "num_visible_to_cuda": by_cuda, "num_gpus": num_gpus}
     entries = [entry for entry in (setting or "").split(",") if entry.strip()]
@@ -142,6 +143,8 @@ def _visible(machine: Machine, nvml: Nvml) -> Iterator[Finding]:
         )
     elif num_gpus:
         text = f"{visible} of {num_gpus} visible"
+        if num_slices:
+            text = f"{pluralize(num_slices, 'slice')} of {pluralize(num_gpus, 'GPU')} visible"
         text += f" (CUDA_VISIBLE_DEVICES={setting})" if setting is not None else ""
         yield Finding("gpu-visible", "ok", text, facts=facts)
 
@@ -230,8 +233,8 @@ def _modes(query: Query, device: Device) -> Iterable[Finding]:
         yield Finding("gpu-mode", "error", "computing is forbidden on it", fix)
     modes = query("nvmlDeviceGetMigMode")
     if modes and modes[0]:
-        text = "split into instances (MIG): a process sees one of them, and NCCL cannot join several of one GPU"
-        yield Finding("gpu-mig", "note", text)
+        text = "cut into slices (MIG): each worker gets one, and NCCL joins those of one GPU over sockets"
+        yield Finding("gpu-mig", "note", f"{text}; stormo doctor --slices lists them")
 
 
 def _links(query: Query, _: Device) -> Iterable[Finding]:

@@ -24,7 +24,7 @@ from stormo.doctor.finding import Fact, Finding, Level
 from stormo.errors import StormoError, pluralize
 from stormo.launch.address import resolve
 from stormo.launch.rank_info import host_name
-from stormo.system.hardware import Gpu, num_cores, visible_gpus
+from stormo.system.hardware import NODE_SLICES, Gpu, num_cores, visible_gpus
 from stormo.telemetry.text import format_bytes
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the PCI class of displays and GPUs
@@ -122,6 +122,8 @@ def check_network(
     for variable, effect in _SLOWING_VARIABLES.items():
         if machine.environ.get(variable, "0") in ("", "0"):
             continue
+        if variable == "NCCL_IB_DISABLE" and NODE_SLICES in machine.environ:
+            continue  # set by stormo itself: slices of one GPU are joined over sockets
         if variable == "NCCL_IB_DISABLE" and not has_infiniband:
             yield Finding("variables", "note", f"{variable} is set: {effect}")
             continue

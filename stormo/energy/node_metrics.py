@@ -19,7 +19,7 @@ import psutil
 from stormo.energy.probes import open_rapl
 
 if TYPE_CHECKING:
-    from stormo.energy.nvml import Device
+    from stormo.system.nvml import Device
 
 _MOST_CLOCKS = 16  # of the cores' clocks that are read: each costs a system call, and cores of one node are alike
 _IPOIB = "32"  # ARPHRD_INFINIBAND: an interface whose bytes are in the counters of its InfiniBand port too

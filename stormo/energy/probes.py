@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from stormo.energy.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
+from stormo.system.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from stormo.launch import FailureReporter, RankInfo, alone, open_failure_reporte
 from stormo.launch.environments.detect import detect
 from stormo.launch.environments.slurm import gpus_on_node
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
+from stormo.launch.slices import take_slice
 from stormo.system.hardware import visible_gpus
 from stormo.system.signals import STOP_SIGNALS, StopFlag
 
@@ -39,6 +40,7 @@ def join(device: str | None, backend: str | None, timeout_s: float | None) -> tu
     _require_clean_process()
     _write_whole_lines()
     rank_info = detect(os.environ) or alone()
+    take_slice(rank_info, device or os.environ.get(DEVICE, "auto"))
     reporter = open_failure_reporter(rank_info) if rank_info.launcher in ("local", "alone") else None
     if reporter is not None:
         _report_errors(rank_info, reporter)

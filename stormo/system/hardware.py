@@ -1,25 +1,43 @@
 """The devices this process can see, and the published peaks of known ones; an unknown device stays unknown.
 
-Asks the CUDA driver directly, so that counting GPUs costs no import of torch and honours CUDA_VISIBLE_DEVICES.
+Asks the CUDA driver directly, so that counting GPUs costs no import of torch and honours CUDA_VISIBLE_DEVICES. CUDA
+shows a process one slice (MIG instance) of a GPU, so slices are listed by NVML.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
+from stormo.system.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
+
+_T = TypeVar("_T")
+NODE_SLICES = "STORMO_NODE_SLICES"  # the slices of all workers of a node, in a worker that CUDA shows its own alone
+_DRIVER = Path("/dev/nvidiactl")  # spares machines without GPUs the import of NVML
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CUdevice_attribute
 GPU_SHARE = 0.9  # of what a GPU has for a worker that may be filled; the rest is for fragments and longer samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One visible GPU."""
+    """One visible GPU, or a slice (MIG instance) of one."""
 
     name: str
     memory_bytes: int
     capability: tuple[int, int]  # CUDA compute capability
+    uuid: str = ""  # of a slice
+    slice_of: str | None = None  # the physical GPU's UUID; None for a whole one
+    share: float | None = 1.0  # of the physical GPU's multiprocessors; None where NVML does not tell
+
+    @property
+    def profile(self) -> str:
+        """The size of a slice as NVIDIA writes it, as in 1g.18gb; empty for a whole GPU."""
+        return self.name.partition(" MIG ")[2]
 
     @property
     def has_bf16(self) -> bool:
@@ -54,8 +72,79 @@ def peak_tflops(gpu_name: str) -> tuple[float, float | None, float] | None:
     return PEAK_TFLOPS[max(matches, key=len)] if matches else None
 
 
+def peaks_of(gpu: Gpu) -> tuple[float, float | None, float] | None:
+    """The peaks of a GPU, or those of the share that a slice has of it."""
+    peaks = peak_tflops(gpu.name)
+    if peaks is None or gpu.share is None:
+        return None
+    sixteen, tf32, fp32 = peaks
+    return sixteen * gpu.share, None if tf32 is None else tf32 * gpu.share, fp32 * gpu.share
+
+
 def visible_gpus() -> list[Gpu]:
-    """Every CUDA device this process may use, in the order torch numbers them; empty without a driver."""
+    """Every GPU that this process may use, in the order torch numbers them, or every slice; empty without a driver."""
+    if "MIG-" in (_visible_names() or "") and (slices := visible_slices()):
+        return slices
+    shown = _shown_by_cuda()
+    if any(gpu.profile for gpu in shown):
+        return visible_slices() or shown
+    return shown
+
+
+def visible_slices() -> list[Gpu]:
+    """Every slice that this process may use; does not start CUDA, which would settle on the first."""
+    return _ask_nvml(lambda nvml: [_slice(one) for one in nvml.usable(_visible_names()) if one.parent_uuid])
+
+
+def why_no_gpu() -> str:
+    """What keeps GPUs from being visible, to end a sentence with; empty where that is not known."""
+    unused = _ask_nvml(lambda nvml: [f"GPU {gpu.index} ({gpu.name})" for gpu in nvml.empty_mig_gpus()])
+    if not unused:
+        return ""
+    mode = "is in MIG mode and has no slice" if len(unused) == 1 else "are in MIG mode and have no slices"
+    return f": {', '.join(unused)} {mode}; stormo doctor --slices tells how to cut or undo it"
+
+
+def cuda_has_started() -> bool:
+    """Whether this process has started CUDA, which reads CUDA_VISIBLE_DEVICES then and never again."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
+
+
+def _visible_names() -> str | None:
+    return os.environ.get(NODE_SLICES, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _ask_nvml(question: Callable[[Nvml], list[_T]]) -> list[_T]:
+    """What NVML answers; nothing where there is no NVML."""
+    if not _DRIVER.exists():
+        return []
+    try:
+        nvml = open_nvml()
+    except NvmlUnavailableError:
+        return []
+    try:
+        return question(nvml)
+    finally:
+        nvml.close()
+
+
+def _slice(device: Device) -> Gpu:
+    _, memory_bytes = device.slice_attributes() or (0, device.memory_total_bytes() or 0)
+    return Gpu(
+        name=device.name,
+        memory_bytes=memory_bytes,
+        capability=device.capability() or (8, 0),  # the first that can be cut
+        uuid=device.uuid,
+        slice_of=device.parent_uuid,
+        share=device.share(),
+    )
+
+
+def _shown_by_cuda() -> list[Gpu]:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

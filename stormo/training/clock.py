@@ -20,8 +20,8 @@ from stormo.distributed.world import World
 from stormo.energy.meter import MAX_ERROR, own_meter
 from stormo.energy.node_metrics import NodeMetrics
 from stormo.energy.node_recorder import Mark, NodeRecorder, NoNodeRecorder, steady_unix_s
-from stormo.energy.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.parallel.base import Strategy
+from stormo.system.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.training.state import Progress
 
 AnyNodeRecorder = NodeRecorder | NoNodeRecorder

@@ -18,9 +18,9 @@ import pytest
 from stormo.commands import monitor
 from stormo.commands.monitor import COLUMNS, lines, main, rows
 from stormo.energy.meter import Meter
-from stormo.energy.nvml import NvmlUnavailableError
 from stormo.energy.probes import Missing
 from stormo.errors import EXIT_USAGE, SettingError, StormoError
+from stormo.system.nvml import NvmlUnavailableError
 from tests.energy.fakes import FakeDevice, FakeNvml, FakeProbe, gpu, sample
 
 PACE = ("--every", "0.1")

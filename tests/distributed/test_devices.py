@@ -15,6 +15,7 @@ from stormo.distributed.devices import choose_gpus, device_of
 from stormo.distributed.store import SignedStore, Store
 from stormo.errors import SettingError, StormoError
 from stormo.launch import RankInfo, alone
+from stormo.system.hardware import NODE_SLICES
 from tests.launch.slurm_environments import tasks_of
 
 
@@ -72,6 +73,13 @@ class OneNode:
 
     def signed(self, prefix: str, key: bytes = b"key") -> SignedStore:
         return SignedStore(dist.PrefixStore(prefix, self._store), prefix, key)
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_a_worker_with_a_slice_has_one_device(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    monkeypatch.setenv(NODE_SLICES, "MIG-a,MIG-b")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("its slice was bound already"))
+    assert device_of("cuda", replace(second_of_two(), launcher=launcher)) == torch.device("cuda", 0)
 
 
 def second_of_two() -> RankInfo:

@@ -181,7 +181,7 @@ def test_mig() -> None:
     split = Card("GPU-a", instances=[Card("MIG-1", tells=HEALTHY), Card("MIG-2", tells=HEALTHY)], tells=HEALTHY)
     found = check_gpus(Driver([split]), 1)
     assert not problems(found)
-    assert any(one.check == "gpu-mig" and "split into instances" in one.text for one in found)
+    assert any(one.check == "gpu-mig" and "cut into slices" in one.text for one in found)
 
 
 def test_without_a_driver(tmp_path: Path) -> None:

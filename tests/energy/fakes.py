@@ -9,7 +9,7 @@ from stormo.energy.probes import Source
 
 
 class FakeDevice:
-    """Answers as `stormo.energy.nvml.Device` does; what is set to None is not supported."""
+    """Answers as `stormo.system.nvml.Device` does; what is set to None is not supported."""
 
     def __init__(self, index: int, *, throttled: tuple[str, ...] | None = (), parent: str | None = None) -> None:
         self.uuid = f"GPU-{index}" if parent is None else f"MIG-{index}"

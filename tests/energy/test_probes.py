@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stormo.energy.nvml import NvmlUnavailableError, open_nvml
 from stormo.energy.probes import open_nvidia, open_rapl
+from stormo.system.nvml import NvmlUnavailableError, open_nvml
 from tests.fake_nvml import Card, FakeNvml, NVMLError
 
 

@@ -11,7 +11,7 @@ from stormo.config.plan.steps import Facts, Interval, Stage, parse_interval
 from stormo.config.schema import TrainConfig
 from stormo.config.strategies import names
 from stormo.errors import SettingError, pluralize
-from stormo.system.hardware import peak_tflops
+from stormo.system.hardware import peaks_of
 
 # What the automatic choices assume; measured on an H200 with the reference job (docs/speed.md).
 COMPILE_COST_S = 25.0
@@ -34,8 +34,8 @@ def choose_precision(config: TrainConfig, layout: Layout) -> tuple[str, str]:
         return "fp32", "CPUs gain little from 16 bits"
     gpu = layout.gpu
     assert gpu is not None
-    peaks = peak_tflops(gpu.name)
-    speed = f" ({peaks[0]:g} against {peaks[2]:g} TFLOP/s in fp32)" if peaks else ""
+    peaks = peaks_of(gpu)
+    speed = f" ({peaks[0]:.4g} against {peaks[2]:.4g} TFLOP/s in fp32)" if peaks else ""
     if gpu.has_bf16:
         return "bf16", f"fast on {gpu.name}{speed}, range of fp32; weights stay fp32"
     if not gpu.has_fp16_matrix_units:
@@ -69,7 +69,7 @@ def estimate_s(config: TrainConfig, layout: Layout, facts: Facts, precision: str
 
 def peak_flops(layout: Layout, precision: str) -> float | None:
     """The published peak of all devices together, operations per second; None where it is not known."""
-    peaks = peak_tflops(layout.gpu.name) if layout.gpu else None
+    peaks = peaks_of(layout.gpu) if layout.gpu else None
     if peaks is None or precision == "fp64":
         return None
     peak = {"bf16": peaks[0], "fp16": peaks[0], "tf32": peaks[1] or peaks[2], "fp32": peaks[2]}[precision]

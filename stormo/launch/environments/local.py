@@ -9,7 +9,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from stormo.errors import SettingError
+from stormo.launch import slices
 from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, check_port, host_name, read_int
+from stormo.system.hardware import Gpu
 
 CHANNEL_FD = "STORMO_CHANNEL_FD"  # one end of a socket pair to the agent of the node
 # Of torch's store. On one node, for every rank: shared memory. On several, for rank 0: a socket that listens at
@@ -28,6 +30,7 @@ class Node:
     node_id: int = 0
     master_addr: str | None = None
     master_port: int = DEFAULT_MASTER_PORT
+    slices: tuple[Gpu, ...] = ()  # of GPUs, of which each worker takes one
     script_port: int = 0  # on one node, for a script that calls torch.distributed itself; 0 for any free port
 
     def __post_init__(self) -> None:
@@ -100,6 +103,14 @@ def environment(
         # Nothing of a job on one machine should listen where other machines can reach it.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         variables.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if node.slices:
+        slices.bind(
+            variables,
+            node.slices,
+            local_rank=local_rank,
+            local_size=node.num_workers,
+            all_on_this_host=node.num_nodes == 1,
+        )
     if node.rank(local_rank) != 0:
         # Their output goes through a pipe; what a rank printed before it was killed should not die with it.
         variables.setdefault("PYTHONUNBUFFERED", "1")

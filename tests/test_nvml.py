@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stormo.energy.nvml import Nvml, NvmlUnavailableError, open_nvml
+from stormo.system.nvml import Nvml, NvmlUnavailableError, open_nvml
 from tests.fake_nvml import Card, FakeNvml, NVMLError
 
 A, B, C = "GPU-aa11-1", "GPU-ab22-2", "GPU-cc33-3"

@@ -10,12 +10,14 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from stormo.errors import StormoError
 
 _SM_CLOCK, _MEMORY_CLOCK, _GPU_TEMPERATURE = 1, 2, 0  # NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU
 _MIG_ENABLED = 1
+_RUNNING = "nvmlDeviceGetComputeRunningProcesses"
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that hold a busy GPU back; idle and set clocks are no throttling.
 THROTTLE_REASONS = {
@@ -36,6 +38,17 @@ class NvmlUnavailableError(StormoError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A size of MIG instances that a GPU can be cut into."""
+
+    id: int  # as nvidia-smi takes it
+    name: str
+    most: int  # of which so many fit
+    multiprocessors: int
+    memory_bytes: int
 
 
 class Device:
@@ -104,6 +117,53 @@ class Device:
             bits = self._ask("throttled", self._whole, "nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if bits is None else tuple(word for bit, word in THROTTLE_REASONS.items() if bits & bit)
 
+    def is_split(self) -> bool | None:
+        """Whether MIG mode is on; None for a GPU that cannot be split."""
+        modes = self._ask("is_split", self._whole, "nvmlDeviceGetMigMode")
+        return None if modes is None else modes[0] == _MIG_ENABLED
+
+    def profiles(self) -> list[Profile]:
+        """The sizes of MIG instances that the GPU offers; empty where it has none, or not before MIG mode is on."""
+        number = getattr(self._library, "NVML_GPU_INSTANCE_PROFILE_COUNT", 0)
+        found = [
+            self._ask("profiles", self._whole, "nvmlDeviceGetGpuInstanceProfileInfo", kind) for kind in range(number)
+        ]
+        return [
+            Profile(
+                id=int(info.id),
+                name=_text(info.name).removeprefix("MIG "),
+                most=int(info.instanceCount),
+                multiprocessors=int(info.multiprocessorCount),
+                memory_bytes=int(info.memorySizeMB) * 2**20,
+            )
+            for info in found
+            if info is not None
+        ]
+
+    def pids(self) -> list[int]:
+        """The processes that compute on it."""
+        return [int(process.pid) for process in self._ask("pids", self._own, _RUNNING) or ()]
+
+    def slice_attributes(self) -> tuple[int, int] | None:
+        """Multiprocessors and bytes of memory of a MIG instance."""
+        value = self._ask("slice_attributes", self._own, "nvmlDeviceGetAttributes")
+        return None if value is None else (int(value.multiprocessorCount), int(value.memorySizeMB) * 2**20)
+
+    def capability(self) -> tuple[int, int] | None:
+        """The CUDA compute capability of the physical GPU."""
+        value = self._ask("capability", self._whole, "nvmlDeviceGetCudaComputeCapability")
+        return None if value is None else (int(value[0]), int(value[1]))
+
+    def share(self) -> float | None:
+        """The share of a MIG instance in the multiprocessors of its GPU; 1 for a whole GPU."""
+        if self.parent_uuid is None:
+            return 1.0
+        own, capability = self.slice_attributes(), self.capability()
+        num_cores = self._ask("share", self._whole, "nvmlDeviceGetNumGpuCores")
+        if own is None or capability is None or not num_cores:
+            return None
+        return float(own[0] * _cores_per_multiprocessor(capability) / num_cores)
+
     def why_not(self, method_name: str) -> str:
         """Why the last call of that method gave None; empty where it gave a value or was never called."""
         return self._why.get(method_name, "")
@@ -144,26 +204,34 @@ class Nvml:
         """The MIG instances of all of them."""
         return [instance for device, handle in self._physical for instance in self._instances_of(device, handle)]
 
-    def visible(self, environment: Mapping[str, str] | None = None) -> list[Device]:
-        """What CUDA shows to this process, MIG instances included.
+    def usable(self, names: str | None) -> list[Device]:
+        """What a process with this CUDA_VISIBLE_DEVICES may use: every MIG instance, or whole GPUs without any.
 
-        Numbers in CUDA_VISIBLE_DEVICES count in the order of the PCI bus: CUDA does so too among GPUs of one model,
-        and among different ones with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+        Numbers count in the order of the PCI bus: CUDA does so too among GPUs of one model, and among different ones
+        with CUDA_DEVICE_ORDER=PCI_BUS_ID.
         """
-        text = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
         physical, instances = self.devices(), self.instances()
-        if text is None:
-            return instances[:1] or physical  # CUDA shows one instance and, beside it, no whole GPU
-        chosen: list[Device] = []
-        for entry in text.split(","):
+        if names is None:
+            return instances or physical  # beside an instance CUDA shows no whole GPU
+        groups: list[list[Device]] = []
+        for entry in names.split(","):
             found = _find(entry.strip(), physical, instances)
-            if found is None:
+            if not found:
                 break  # CUDA reads up to the first entry that names nothing
-            if any(found.uuid == other.uuid for other in chosen):
+            if any(found[0].uuid == group[0].uuid for group in groups):
                 return []  # named twice: CUDA then shows none at all
-            chosen.append(found)
-        split = [device for device in chosen if device.parent_uuid]
-        return split[:1] or chosen
+            groups.append(found)
+        chosen = list({device.uuid: device for group in groups for device in group}.values())
+        return [device for device in chosen if device.parent_uuid] or chosen
+
+    def visible(self, environment: Mapping[str, str] | None = None) -> list[Device]:
+        """What CUDA shows to this process: of MIG instances the first."""
+        usable = self.usable((os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES"))
+        return [device for device in usable if device.parent_uuid][:1] or usable
+
+    def empty_mig_gpus(self) -> list[Device]:
+        """The GPUs in MIG mode without an instance, which no process can use."""
+        return [one for one, handle in self._physical if one.is_split() and not self._instances_of(one, handle)]
 
     def find(self, uuid: str) -> Device | None:
         """The GPU or MIG instance of that UUID, with or without its "GPU-" or "MIG-"; None where there is none."""
@@ -181,13 +249,9 @@ class Nvml:
 
     def _instances_of(self, device: Device, handle: Any) -> list[Device]:
         library, found = self._library, []
-        try:
-            if library.nvmlDeviceGetMigMode(handle)[0] != _MIG_ENABLED:
-                return []
-            max_instances = library.nvmlDeviceGetMaxMigDeviceCount(handle)
-        except (library.NVMLError, AttributeError):  # a GPU that cannot be split
+        if not device.is_split():
             return []
-        for index in range(max_instances):
+        for index in range(library.nvmlDeviceGetMaxMigDeviceCount(handle)):
             try:
                 instance = library.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                 found.append(self._device(instance, device.index, (device.uuid, handle)))
@@ -218,8 +282,13 @@ def bare_uuid(uuid: str) -> str:
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
-def _find(entry: str, physical: Sequence[Device], instances: Sequence[Device]) -> Device | None:
-    """The device of one entry of CUDA_VISIBLE_DEVICES: a number, or an unambiguous prefix of a UUID."""
+def _cores_per_multiprocessor(capability: tuple[int, int]) -> int:
+    """Of the GPUs that can be split: NVML counts cores of a GPU, and multiprocessors of an instance."""
+    return 64 if capability == (8, 0) else 128
+
+
+def _find(entry: str, physical: Sequence[Device], instances: Sequence[Device]) -> list[Device]:
+    """The devices of one entry of CUDA_VISIBLE_DEVICES: a number, or an unambiguous prefix of a UUID."""
     if entry.startswith("MIG-GPU-"):  # as drivers before 470 wrote it: MIG-GPU-<uuid>/<instance>/<part of it>
         candidates = [one for one in instances if one.uuid == entry]
     elif entry.startswith(("GPU-", "MIG-")) and len(entry) > 4:
@@ -227,11 +296,10 @@ def _find(entry: str, physical: Sequence[Device], instances: Sequence[Device]) -
     elif entry.isdecimal() and int(entry) < len(physical):
         candidates = [physical[int(entry)]]
     else:
-        return None
+        return []
     if len(candidates) != 1:
-        return None
-    within = [one for one in instances if one.parent_uuid == candidates[0].uuid]
-    return within[0] if within else candidates[0]
+        return []
+    return [one for one in instances if one.parent_uuid == candidates[0].uuid] or candidates
 
 
 def _text(value: str | bytes) -> str:

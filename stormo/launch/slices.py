@@ -1,0 +1,59 @@
+"""Gives each worker its own slice (MIG instance) of a GPU, and lets NCCL join slices of one GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping, Sequence
+
+from stormo.config.layout import share_a_gpu
+from stormo.errors import SettingError, pluralize
+from stormo.launch.rank_info import RankInfo, host_name
+from stormo.system.hardware import NODE_SLICES, Gpu, cuda_has_started, visible_slices
+
+
+def bind(
+    environ: MutableMapping[str, str],
+    slices: Sequence[Gpu],
+    *,
+    local_rank: int,
+    local_size: int,
+    all_on_this_host: bool,
+) -> None:
+    """Show one worker its own slice alone; where there are fewer slices than workers (Gloo), they take turns."""
+    environ["CUDA_VISIBLE_DEVICES"] = slices[local_rank % len(slices)].uuid
+    environ[NODE_SLICES] = ",".join(one.uuid for one in slices)
+    if share_a_gpu(slices[:local_size]):
+        join_slices(environ, local_rank=local_rank, all_on_this_host=all_on_this_host)
+
+
+def join_slices(environ: MutableMapping[str, str], *, local_rank: int, all_on_this_host: bool) -> None:
+    """Let NCCL connect workers on one GPU, which it refuses on one host: each is a host to it, reached by sockets."""
+    environ.setdefault("NCCL_HOSTID", f"{host_name()}-{local_rank}")
+    environ.setdefault("NCCL_IB_DISABLE", "1")
+    if all_on_this_host:
+        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def take_slice(info: RankInfo | None, device: str) -> None:
+    """Take this worker's slice where another launcher started it; call it before anything starts CUDA."""
+    if info is None or info.launcher in ("local", "alone") or info.local_size == 1 or device == "cpu":
+        return
+    slices = [] if NODE_SLICES in os.environ else visible_slices()
+    if not slices:
+        return
+    if len(slices) == 1:  # bound by its launcher; whether the others' are of the same GPU is not known here
+        join_slices(os.environ, local_rank=info.local_rank, all_on_this_host=info.all_on_this_host)
+        return
+    if cuda_has_started():
+        raise SettingError(
+            f"CUDA was started before stormo.World() on a node with {pluralize(len(slices), 'slice')} of GPUs",
+            "it shows this worker the first slice from then on, as it does to every other",
+            "create stormo.World() before the first call of torch.cuda, or start the script by stormo run",
+        )
+    bind(
+        os.environ,
+        slices,
+        local_rank=info.local_rank,
+        local_size=info.local_size,
+        all_on_this_host=info.all_on_this_host,
+    )
