@@ -76,6 +76,9 @@ class Workers:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the workers")
     backend: Literal["auto", "nccl", "gloo"] = option("auto", "communication library")
     timeout: float = option(600.0, "seconds a worker waits for the others before it fails")
+    tune_link: bool | None = option(
+        None, "try a few of NCCL's socket settings at the start, and take the fastest; default where it uses sockets"
+    )
     strategy: StrategyName = option(
         "auto", "how the model is distributed over the workers, see docs/strategies.md", metavar="NAME"
     )
@@ -306,6 +309,7 @@ class ResolvedBatch:
     batch_per_pass: int | None = None  # stored name of the largest micro-batch of one worker at the start
     batch_per_worker: int | None = None  # samples for which --base-lr holds
     own_rate_factor: float | None = None  # of the learning rates of a task's optimizer, which replace --base-lr
+    link: dict[str, Any] | None = None  # the fields of a `Link`, where NCCL's settings were chosen for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

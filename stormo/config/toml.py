@@ -114,6 +114,8 @@ def to_toml(config: TrainConfig, effective: ResolvedBatch) -> str:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(one)}' for key, one in value.items() if one is not None)}}}"
     # A JSON string is a TOML string except for one character, which TOML requires to be escaped.
     text = str(value) if isinstance(value, NodeRange) else value
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stormo.config.link import Link
 from stormo.config.mesh import Mesh
 from stormo.distributed.parallel_dims import DATA, ParallelDims, SubGroup
 from stormo.distributed.status_table import StatusTable
@@ -56,6 +57,7 @@ class World:
         mesh: Mesh | None = None,
         data_axes: Sequence[str] = DATA,
         needs_group: bool = False,
+        choose_link: Callable[[], Link | None] | None = None,
     ) -> None:
         self.rank_info = rank_info
         self.rank = rank_info.rank
@@ -65,6 +67,8 @@ class World:
         self._num_waits = 0
         self._tables: list[StatusTable] = []
         self._levels: Levels | None = None
+        self._choose_link = choose_link  # called by all workers before they join
+        self.link: Link | None = None  # what NCCL is told; None for its own settings
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
@@ -99,6 +103,10 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self.rank_info.all_on_this_host:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        if self._choose_link is not None:
+            self.link = self._choose_link()
+            for name, value in self.link.variables.items() if self.link else ():
+                os.environ.setdefault(name, value)
         with within(timeout):
             dist.init_process_group(
                 backends,

@@ -110,6 +110,7 @@ class Ddp(Strategy):
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=self.task.find_unused,
+            bucket_cap_mb=None if self.world.link is None else self.world.link.bucket_mb,
         )
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # A lambda, because torch evaluates the annotations of a hook, which are strings here.

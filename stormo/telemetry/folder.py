@@ -100,6 +100,7 @@ _SUMMARY: Mapping[str, Any] = {
     **_keys(_FIGURES, "setup_parts_s validation energy_parts_j energy_parts_error_j energy_kinds_j"),
     "energy_nodes": list[_NodeEnergy] | None,
     "energy_reasons": list[str] | Mapping[str, Any] | str | None,
+    "link": Mapping[str, Any] | None,
     "pipeline": _Pipeline | None,
 }
 _MACHINE: Mapping[str, Any] = {

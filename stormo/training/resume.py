@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo.config import options, precedence, toml
+from stormo.config.link import Link
 from stormo.config.schema import EFFECTIVE, OPTIMIZER_DEFAULTS, Change, ResolvedBatch
 from stormo.config.strategies import SPECS, names
 from stormo.errors import EXIT_DIVERGED, SettingError, StormoError
@@ -117,8 +118,11 @@ class ResumedRun:
     def effective(self) -> ResolvedBatch:
         """The effective values with which the run began."""
         try:
-            return ResolvedBatch(**self.document[EFFECTIVE])
-        except (KeyError, TypeError):
+            began = ResolvedBatch(**self.document[EFFECTIVE])
+            if began.link is not None:
+                Link.read(began.link)
+            return began
+        except (KeyError, TypeError, ValueError):
             raise SettingError(
                 f"run {self.folder.name} was to be resumed",
                 f"{self.folder.config} has no valid section [{EFFECTIVE}]",
@@ -201,6 +205,8 @@ def _kept_workers(before: Mapping[str, Any], in_file: Any, flags: Mapping[str, A
     kept = {}
     if "num_gpus" in before and not visible_gpus():  # CPU processes were asked for
         kept["num_gpus"] = before["num_gpus"]
+    if before.get("tune_link") is False:  # measured now, the last bits would change
+        kept["tune_link"] = False
     set_now = precedence.drop_overridden(in_file if isinstance(in_file, dict) else {}, flags) | dict(flags)
     strategy = before.get("strategy")
     is_kept = "mesh" in before or (strategy in SPECS and SPECS[strategy].is_kept_on_resume)

@@ -29,6 +29,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
         "mesh": str(plan.layout.mesh) if plan.layout.is_sharded else None,
         "device": plan.layout.gpu.name if plan.layout.gpu else "cpu",
         "precision": plan.precision,
+        "link": plan.initial.link,
         "world_size": plan.layout.world_size,
         "global_batch_size": plan.global_batch_size,
         "batch_per_pass": plan.micro_batch_size,  # stored name

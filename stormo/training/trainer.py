@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
 from stormo.config.layout import Layout
+from stormo.config.link import Link
 from stormo.config.plan import Plan, resolve, with_layers, with_task_optimizer
 from stormo.config.plan.steps import parse_profile
 from stormo.config.schema import TrainConfig
@@ -101,7 +102,8 @@ class Trainer:
         """Join, fetch and stage the data, resolve the plan, build, check the first batches, open the run folder."""
         self._join(layout, rank_info, store)
         self._prepare_data(task)
-        self.plan = resolve(self.config, layout, self.task.facts())
+        plan, link = resolve(self.config, layout, self.task.facts()), self.world.link
+        self.plan = replace(plan, initial=replace(plan.initial, link=None if link is None else asdict(link)))
         _require_same_plan(self.plan, self.world)
         set_arithmetic(self.config, self.plan)
         self._build()
@@ -174,6 +176,7 @@ class Trainer:
             mesh=layout.mesh,
             data_axes=layout.data_axes,
             needs_group=layout.is_sharded,
+            choose_link=partial(self._choose_link, layout, rank_info, store, device),
         )
         if config.command.preflight:
             from stormo.doctor.preflight import join_after_preflight
@@ -187,6 +190,17 @@ class Trainer:
         )
         self._node_recorder = self._resources.enter_context(closing(node_recorder))
         self._setup_times.done("joining")
+
+    def _choose_link(
+        self, layout: Layout, rank_info: RankInfo, store: Store | None, device: torch.device
+    ) -> Link | None:
+        if store is None or layout.backend != "nccl":
+            return None
+        from stormo.distributed.link import choose_link
+
+        link, text = choose_link(self.config, layout, rank_info, store, device)
+        self._notices += [Notice(kind="info", text=text)] if text else []
+        return link
 
     def _prepare_data(self, task: Task) -> None:
         """Fetch the task's data once on each node, and stage it where that is asked for."""

@@ -47,6 +47,12 @@ def check_parallelism(config: TrainConfig, layout: Layout) -> None:
         )
     if "staleness" in layout.spec.options and config.workers.staleness:
         _check_stale(config)
+    if config.workers.tune_link and layout.backend != "nccl":
+        raise SettingError(
+            f"--tune-link was set with backend {layout.backend}",
+            "it tunes NCCL's sockets",
+            "set --backend nccl, or leave it out",
+        )
     method = config.workers.compress
     if method != "none" and not layout.spec.takes_compression:
         raise SettingError(

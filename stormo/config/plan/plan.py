@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from stormo.config.layout import Layout
+from stormo.config.link import link_line
 from stormo.config.plan.batch import (
     BatchText,
     choose_batch,
@@ -218,6 +219,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
             *layout.explanation,
             *averaging_line.items(),
             *compression_line(config, layout, precision).items(),
+            *link_line(config, layout).items(),
             *sharding_lines(config, layout, micro_batch_size, micro_batches),
             ("global batch", str(batch_text)),
             *growth_line(config, layout, stages).items(),

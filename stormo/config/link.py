@@ -1,0 +1,108 @@
+"""What NCCL was told about the link between workers, and where it is measured. NCCL reads these variables once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stormo.config.layout import Layout
+from stormo.config.schema import TrainConfig
+from stormo.errors import pluralize
+from stormo.system.files import fits
+
+BUCKET_MIB = 25  # of DDP's gradient buckets
+_, _MOST, _THREADS, _SOCKETS, _BUFFER = TUNED = (
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_SOCKET_NTHREADS",
+    "NCCL_NSOCKS_PERTHREAD",
+    "NCCL_BUFFSIZE",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The settings of NCCL that a run uses, as they are stored with it. They change the order of sums, so the bits."""
+
+    world_size: int
+    variables: Mapping[str, str] = field(default_factory=dict)  # of `TUNED`; none for NCCL's defaults
+    bucket_mb: int | None = None  # of DDP in MiB; None for torch's default
+    small_algo: str | None = None  # "tree" where it sends small messages faster than NCCL's own choice
+    bucket_s: float | None = None  # for an all-reduce of 25 MiB
+    default_s: float | None = None  # the same with NCCL's defaults
+
+    @classmethod
+    def read(cls, value: Any) -> Link:
+        """The link in a file of a run or of the cache; `ValueError` for anything else."""
+        if not fits(value, cls) or "world_size" not in value:
+            raise ValueError("it is no description of a link")
+        link = cls(**value)
+        if not all(name in TUNED and text.isdecimal() and len(text) < 10 for name, text in link.variables.items()):
+            raise ValueError("it sets something else than NCCL's channels and sockets")
+        if link.small_algo not in (None, "tree") or not 1 <= (link.bucket_mb or 1) <= BUCKET_MIB:
+            raise ValueError("it names an unknown algorithm or bucket")
+        return link
+
+    def __str__(self) -> str:
+        told = self.variables
+        parts = [pluralize(told[_MOST], "channel")] if _MOST in told else []
+        parts += [pluralize(told[_THREADS], "socket thread")] if _THREADS in told else []
+        parts += [f"{pluralize(told[_SOCKETS], 'socket')} each"] if _SOCKETS in told else []
+        parts += [f"buffers of {int(told[_BUFFER]) >> 20} MiB"] if _BUFFER in told else []
+        text = ", ".join(parts) or "NCCL's defaults"
+        if self.bucket_mb is not None:
+            text += f", gradient buckets of {self.bucket_mb} MiB"
+        if self.bucket_s is None or self.default_s is None:
+            return text
+        text += f": {BUCKET_MIB} MiB in {1e3 * self.bucket_s:.1f} ms"
+        return text + (f" instead of {1e3 * self.default_s:.1f} (NCCL's defaults)" if told else "")
+
+
+# Channels, threads of a connection, sockets of a thread, buffer. All keep every value whole. The likeliest come first,
+# as the time may not do for all.
+_ROWS = (("4", "1", "2"), ("8", "1", "1", str(8 << 20)), ("1",), ("4", "2", "2"), ("2", "1", "2"))
+CANDIDATES = tuple(dict(zip(TUNED, (row[0], *row), strict=False)) for row in _ROWS)
+
+
+def candidates(users: Mapping[str, str]) -> list[dict[str, str]]:
+    """The settings to try beside those of the user, who has the last word."""
+    found: list[dict[str, str]] = []
+    for one in CANDIDATES:
+        rest = {name: value for name, value in one.items() if name not in users}
+        if all(users.get(name, value) == value for name, value in one.items()) and rest and rest not in found:
+            found.append(rest)
+    return found
+
+
+def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether NCCL sends between these workers over sockets, as seen from this node."""
+    if "NCCL_HOSTID" in environ or _is_cut(layout):
+        return True
+    if layout.num_nodes == 1 or environ.get("NCCL_NET", "Socket") != "Socket":
+        return False
+    return environ.get("NCCL_IB_DISABLE") == "1" or not any(infiniband.glob("*"))
+
+
+def _is_cut(layout: Layout) -> bool:
+    """Whether workers have slices of one GPU, between which NCCL has no other way."""
+    return layout.workers_per_node > 1 and getattr(layout.gpu, "slice_of", None) is not None
+
+
+def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:
+    """The line of the plan; none where NCCL is not used."""
+    if layout.backend != "nccl" or layout.world_size == 1:
+        return {}
+    asked, before = config.workers.tune_link, config.resumed.link if config.resumed else None
+    if asked is False:
+        text = "NCCL's own settings (--no-tune-link)"
+    elif before is not None and before["world_size"] == layout.world_size:
+        text = "NCCL's settings are those with which the run began"
+    elif asked or _is_cut(layout):
+        text = "NCCL's socket settings are measured at the start"
+    elif layout.num_nodes > 1:
+        text = "NCCL's socket settings are measured at the start where there is no InfiniBand"
+    else:
+        text = "NCCL's own settings: inside a node it needs no sockets"
+    return {"link": text}

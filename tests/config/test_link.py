@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.config.layout import Layout
+from stormo.config.link import CANDIDATES, TUNED, Link, candidates, link_line, uses_sockets
+from stormo.config.schema import ResolvedBatch
+from stormo.errors import SettingError
+from tests.config.test_plan import FACTS, H200, configured, layout_of, plan_of
+
+
+def gpus(num_nodes: int = 1, **options: Any) -> Layout:
+    return layout_of(gpus=[H200] * 4, num_nodes=num_nodes, **options)
+
+
+def test_candidates_set_only_what_is_tuned() -> None:
+    assert all(set(one) <= set(TUNED) for one in CANDIDATES)
+    assert CANDIDATES[0] == dict(zip(TUNED, ("4", "4", "1", "2"), strict=False))
+    assert CANDIDATES[1] == dict(zip(TUNED, ("8", "8", "1", "1", "8388608"), strict=True))
+    assert candidates({}) == list(CANDIDATES)
+
+
+def test_the_user_has_the_last_word() -> None:
+    assert candidates({"NCCL_SOCKET_NTHREADS": "4"}) == [CANDIDATES[2]]
+    four = candidates({"NCCL_MIN_NCHANNELS": "4", "NCCL_MAX_NCHANNELS": "4"})
+    assert four == [{TUNED[2]: "1", TUNED[3]: "2"}, {TUNED[2]: "2", TUNED[3]: "2"}]
+    every = dict.fromkeys(TUNED, "4")
+    assert candidates(every) == []
+    equal = candidates({"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "2"})
+    assert [one["NCCL_MAX_NCHANNELS"] for one in equal] == ["4", "1", "2"]
+    assert candidates({"NCCL_DEBUG": "INFO"}) == list(CANDIDATES)
+
+
+def test_nccl_uses_sockets_between_slices_and_without_infiniband(tmp_path: Path) -> None:
+    one, two = gpus(), gpus(num_nodes=2)
+    assert not uses_sockets(one, {}, tmp_path)
+    assert uses_sockets(one, {"NCCL_HOSTID": "a-1"}, tmp_path)
+    assert uses_sockets(two, {}, tmp_path)
+    assert uses_sockets(two, {}, tmp_path / "missing")
+    (tmp_path / "mlx5_0").mkdir()
+    assert not uses_sockets(two, {}, tmp_path)
+    assert uses_sockets(two, {"NCCL_IB_DISABLE": "1"}, tmp_path)
+    assert not uses_sockets(two, {"NCCL_NET": "AWS Libfabric"}, tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"world_size": "4"},
+        {"world_size": True},
+        {"variables": {"LD_PRELOAD": "1"}},
+        {"variables": {"NCCL_BUFFSIZE": "1e9"}},
+        {"variables": {"NCCL_BUFFSIZE": "9" * 10}},
+        {"variables": ["NCCL_BUFFSIZE"]},
+        {"bucket_mb": 0.5},
+        {"bucket_mb": 26},
+        {"small_algo": "ring"},
+        {"more": 1},
+    ],
+)
+def test_a_link_in_a_file_is_checked(wrong: dict[str, Any]) -> None:
+    link = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8, small_algo="tree", bucket_s=0.01, default_s=0.02)
+    assert Link.read(asdict(link)) == link
+    for content in (asdict(link) | wrong, [link.world_size], None, {"variables": {}}):
+        with pytest.raises(ValueError, match=r"^it "):
+            Link.read(content)
+
+
+def test_its_text_names_what_differs() -> None:
+    link = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8)
+    assert str(link) == "8 channels, 1 socket thread, 1 socket each, buffers of 8 MiB, gradient buckets of 8 MiB"
+    assert str(Link(world_size=4)) == "NCCL's defaults"
+
+
+def test_the_plan_says_what_is_done() -> None:
+    def line(layout: Layout, **options: Any) -> str | None:
+        return link_line(configured(**options), layout).get("link")
+
+    assert line(layout_of(num_gpus=2)) is None
+    assert line(layout_of(gpus=[H200])) is None
+    assert line(gpus()) == "NCCL's own settings: inside a node it needs no sockets"
+    two = line(gpus(num_nodes=2))
+    assert two == "NCCL's socket settings are measured at the start where there is no InfiniBand"
+    assert line(gpus(), tune_link=True) == "NCCL's socket settings are measured at the start"
+    assert line(gpus(num_nodes=2), tune_link=False) == "NCCL's own settings (--no-tune-link)"
+    began = ResolvedBatch(global_batch_size=8, learning_rate=1.0, warmup_start=1.0, link={"world_size": 4})
+    assert "with which the run began" in link_line(replace(configured(), resumed=began), gpus())["link"]
+    assert link_line(replace(configured(), resumed=began), gpus(num_nodes=2)) == {"link": two}
+    with pytest.raises(SettingError, match="--tune-link was set with backend gloo"):
+        plan_of(num_gpus=2, tune_link=True, facts=FACTS)
