@@ -1,7 +1,8 @@
 """A pool of ranks for benchmarks that look inside the workers of many small runs: each has imported torch once.
 
 `RankPool().run(function, size, *arguments)` calls `function(world, *arguments)` in `size` processes that share a Gloo
-group, and returns what they return, in the order of ranks. The function is one of a module.
+group, and returns what they return, in the order of ranks. The function is one of a module. With `environments`, one
+for each rank, the ranks share an NCCL group instead, and rank i has the one GPU that its environment shows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
@@ -30,8 +31,9 @@ class RankFailedError(Exception):
 class RankPool:
     """Starts ranks when they are first needed, keeps them, and renews those that hold too many threads."""
 
-    def __init__(self, timeout_s: float = 300.0) -> None:
+    def __init__(self, timeout_s: float = 300.0, environments: Sequence[Mapping[str, str]] = ()) -> None:
         self._timeout_s = timeout_s
+        self._environments = environments
         self._members: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> Self:
@@ -43,7 +45,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
         """Call the function in `size` ranks; the error of the first rank that fails is raised."""
         while len(self._members) < size:
-            self._members.append(_start())
+            environment = self._environments[len(self._members)] if self._environments else None
+            self._members.append(_start(environment))
         port = free_port()
         for rank in range(size):
             self._members[rank][1].send((rank, size, port, self._timeout_s, function, arguments))
@@ -90,19 +93,22 @@ class RankPool:
         self._members = []
 
 
-def _start() -> tuple[Any, Connection]:
+def _start(environment: Mapping[str, str] | None) -> tuple[Any, Connection]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when the server imports it
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context: Any = multiprocessing.get_context("forkserver" if environment is None else "spawn")
+    if environment is None:
+        context.set_forkserver_preload(_PRELOAD)
     ours, theirs = multiprocessing.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, environment), daemon=True)
     process.start()
     theirs.close()  # only the rank holds it, so that its end is seen
     return process, ours
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, environment: Mapping[str, str] | None) -> None:
     import gc
+
+    os.environ.update(environment or {})  # before CUDA and NCCL read it
 
     import torch
 
@@ -113,9 +119,9 @@ def _serve(connection: Connection) -> None:
             job = connection.recv()
         except EOFError:
             return
-        *where, function, arguments = job
+        rank, size, port, timeout_s, function, arguments = job
         try:
-            world = _join(*where)
+            world = _join(rank, size, port, timeout_s, "cpu" if environment is None else "cuda:0")
             answer = function(world, *arguments)
             world.close()
         except BaseException:
@@ -128,7 +134,7 @@ def _serve(connection: Connection) -> None:
             connection.send((True, answer, len(os.listdir("/proc/self/task"))))  # noqa: PTH208
 
 
-def _join(rank: int, size: int, port: int, timeout_s: float) -> Any:
+def _join(rank: int, size: int, port: int, timeout_s: float, device: str) -> Any:
     import torch
 
     from stormo.distributed.store import Store
@@ -148,4 +154,5 @@ def _join(rank: int, size: int, port: int, timeout_s: float) -> Any:
         host="localhost",
     )
     store = Store(rank_info, timeout_s) if size > 1 else None
-    return World(rank_info, torch.device("cpu"), store=store, timeout_s=timeout_s, needs_group=True)
+    backend = "gloo" if device == "cpu" else "nccl"
+    return World(rank_info, torch.device(device), store=store, backend=backend, timeout_s=timeout_s, needs_group=True)

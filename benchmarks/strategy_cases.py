@@ -90,7 +90,7 @@ def _presets(size: int) -> Iterator[Setup]:
         served = {"strategy": "server", "servers": servers}
         text = f"server, {servers} of {size}"
         yield Setup(strategy="server", text=text, num_workers=size, tasks=BOTH if size != 3 else GPT, flags=served)
-    if size == 3:  # 32 rows in three parts
+    if size in (3, 7):  # 32 rows in three or seven parts
         return
     if size > 2:
         nodes = {"strategy": "hsdp", "num_nodes": 2, "num_gpus": size // 2}

@@ -23,9 +23,9 @@ from stormo.parallel.base import Strategy
 from stormo.parallel.table import strategy_class
 from stormo.system.hardware import visible_gpus
 from stormo.tasks.task import Task
+from stormo.training.trainer import set_arithmetic
 
 Flags = Mapping[str, Any]  # settings by field name
-_TYPES = {"fp64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +58,10 @@ def build(world: World, task: Task, flags: Flags, change: Callable[[Strategy], N
     """A strategy with the initial model of a single process; `change` is called before the first step."""
     given = {"device": world.device.type, "num_gpus": world.size, "warmup_epochs": 0.0, **flags}
     config = options.make_config(given, None)
-    plan = resolve(config, resolve_layout(config, visible_gpus()), task.facts())
+    gpus = visible_gpus() * world.size  # each rank sees its own
+    plan = resolve(config, resolve_layout(config, gpus), task.facts())
     world.arrange(plan.layout.mesh, plan.layout.data_axes)
-    torch.set_default_dtype(_TYPES.get(plan.precision, torch.float32))
+    set_arithmetic(config, plan)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
     strategy = strategy_class(plan.layout)(world, plan, task, config)
     seed_generators(derive_seed(config.run.seed, "worker", world.random_stream))
@@ -103,6 +104,7 @@ def train(world: World, built: Built, num_steps: int, learning_rate: float) -> l
         loss += built.strategy.micro_step(batch).cpu()
         if batch.span.is_last:
             built.strategy.step(learning_rate * (1 - len(losses) / (2 * num_steps)))
+            built.strategy.exchange_weights()
             losses.append(float(world.sum(loss)))
             loss = torch.zeros((), dtype=torch.float64)
             if len(losses) == num_steps:

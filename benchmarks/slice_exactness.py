@@ -1,0 +1,326 @@
+"""The stage `exactness` of `benchmarks.slices`: every parallel setup on real devices against one process.
+
+Few cases for each setup, since every case costs device time. In float64 all must equal one process within 1e-10. In
+fp32 within 1e-5; in bf16 within a few times the difference of two single processes that sum the same batch in another
+order. Compressed gradients are rounded: there the workers must be equal to the bit, and the losses close. Last, the
+real command is killed on 4 devices and resumes on 2 with another strategy and on 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import relative_difference, train_command
+from benchmarks.rank_pool import RankFailedError, RankPool
+from benchmarks.slice_devices import Devices
+from benchmarks.strategy_cases import CONTROL_SETUPS, GPT, OPTIMIZERS, RESNET, Case, Setup, setups
+from benchmarks.strategy_exactness import CONTROL_LIMIT, LIMIT, Trained, difference, train_rank
+
+LIMITS = {"fp64": LIMIT, "fp32": 1e-5, "bf16": 3.0, "16-bit gradients": 0.01, "low-rank gradients": 0.5}
+_CASE_S = 60.0  # after which a case has hung
+_EVERY_OPTIMIZER = ("ddp", "zero2", "fsdp", "tensor")  # at 4 workers
+_EVEN = {"global_batch_size": 8, "num_samples": 16}
+_GHOSTS = {"global_batch_size": 16, "num_samples": 32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of a case."""
+
+    name: str
+    kind: str  # a key of LIMITS, or "control"
+    difference: float
+    failure: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it is as it should be; a control must differ."""
+        if self.kind == "control":
+            return self.difference > CONTROL_LIMIT
+        return self.difference <= LIMITS[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """A case and what is compared."""
+
+    case: Case
+    kind: str = "fp64"
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        setup = self.case.setup
+        return f"{setup.text}, {self.case.task}, {setup.num_workers} workers, {self.case.optimizer}"
+
+
+def checks(sizes: Sequence[int]) -> list[Checked]:
+    """All cases, by number of workers as given; controls and other number formats with the first ones."""
+    return [one for size in sizes for one in (*_plain(size), *_special(size))]
+
+
+def quick_checks(size: int) -> list[Checked]:
+    """Two cases that stand for all, to try the benchmark itself."""
+    chosen = [setup for setup in setups(size) if setup.text in ("ddp", "fsdp")]
+    return [Checked(case=Case(setup=setup, task="GPT", optimizer="lamb")) for setup in chosen]
+
+
+def _plain(size: int) -> Iterator[Checked]:
+    for setup in setups(size):
+        if setup.control:
+            continue
+        for task in setup.tasks:
+            every = size == 4 and task == "GPT" and setup.text in _EVERY_OPTIMIZER
+            for optimizer in OPTIMIZERS if every else ("lamb",):
+                yield Checked(case=Case(setup=setup, task=task, optimizer=optimizer))
+
+
+def _special(size: int) -> Iterator[Checked]:
+    """Ghost batch norm, averaged weights, other number formats, compressed gradients, controls."""
+    make = partial(_setup, size)
+    if size in (2, 4):
+        ghosts = {"ghost_batch_size": 2, "sync_batch_norm": False}
+        yield _checked(make("ddp, ghosts of 2", RESNET, ghosts, ghosts, _GHOSTS), "sgd")
+        plain = {"momentum": 0.0, "nesterov": False, "clip_norm": None}
+        local = {"strategy": "local", "average_every": "1", **plain}
+        yield _checked(make("local, averaged in every step", GPT, local, plain, _EVEN), "sgd")
+    if size == 2:
+        for setup in CONTROL_SETUPS:
+            optimizer = "sgd" if setup.control == "clipping" else "lamb"
+            yield Checked(case=Case(setup=setup, task="GPT", optimizer=optimizer), kind="control")
+    if size == 4:
+        for strategy in ("ddp", "fsdp", "tensor"):
+            for kind in ("fp32", "bf16"):
+                own = {"strategy": strategy, "precision": kind}
+                yield _checked(make(f"{strategy}, {kind}", GPT, own, {"precision": kind}), "sgd", kind)
+        for method, kind in (("bf16", "16-bit gradients"), ("powersgd", "low-rank gradients")):
+            yield _checked(make(f"ddp, compress {method}", GPT, {"compress": method}, {}), "sgd", kind)
+
+
+def _setup(
+    size: int,
+    text: str,
+    tasks: Sequence[str],
+    flags: Mapping[str, Any],
+    reference_flags: Mapping[str, Any],
+    data: Mapping[str, int] | None = None,
+) -> Setup:
+    named = {"strategy": "ddp", **flags}
+    more = {} if data is None else {"data": data}
+    return Setup(
+        strategy="ddp",
+        text=text,
+        num_workers=size,
+        tasks=tasks,
+        flags=named,
+        reference_flags=reference_flags,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _checked(setup: Setup, optimizer: str, kind: str = "fp64") -> Checked:
+    return Checked(case=Case(setup=setup, task=setup.tasks[0], optimizer=optimizer), kind=kind)
+
+
+class Comparer:
+    """Trains cases on some devices; references are trained on the first of them when they are first needed."""
+
+    def __init__(self, devices: Devices, deadline_s: float) -> None:
+        environments = [] if devices.device == "cpu" else [devices.of_rank(rank) for rank in range(len(devices))]
+        self._pool = RankPool(_CASE_S, environments)
+        self._deadline_s = deadline_s  # on the clock time.monotonic()
+        self._references: dict[Any, Trained] = {}
+
+    def run(self, wanted: Sequence[Checked]) -> list[Outcome]:
+        """Compare one after the other, until the time is over."""
+        with self._pool:
+            outcomes = []
+            for one in wanted:
+                if time.monotonic() > self._deadline_s:
+                    break
+                began_s = time.monotonic()
+                outcomes.append(self._compare(one))
+                _tell(outcomes[-1], time.monotonic() - began_s)
+            return outcomes
+
+    def _compare(self, one: Checked) -> Outcome:
+        try:
+            found = self._difference(one)
+        except RankFailedError as error:
+            return Outcome(name=one.name, kind=one.kind, difference=math.nan, failure=str(error))
+        return Outcome(name=one.name, kind=one.kind, difference=found)
+
+    def _difference(self, one: Checked) -> float:
+        case = one.case
+        if case.reference not in self._references:
+            self._references[case.reference] = self._pool.run(train_rank, 1, case, True)[0]
+        reference = self._references[case.reference]
+        ranks: list[Trained] = self._pool.run(train_rank, case.setup.num_workers, case, False)
+        if one.kind.endswith("gradients"):
+            return loss_difference(ranks, reference)
+        if "ghost_batch_size" in case.setup.flags:  # each worker's running statistics are of its own ghosts
+            ranks, reference = [_without_buffers(rank) for rank in ranks], _without_buffers(reference)
+        found = difference(ranks, reference)
+        return found / self._spread(case, reference) if one.kind == "bf16" else found
+
+    def _spread(self, case: Case, reference: Trained) -> float:
+        """The difference of one process that sums the batch in as many parts as there are workers."""
+        parts = {**case.setup.reference_flags, "accumulate": case.setup.num_workers}
+        setup = _setup(1, "one process", case.setup.tasks, case.setup.flags, parts, case.setup.data)
+        in_parts = Case(setup=setup, task=case.task, optimizer=case.optimizer)
+        return difference(self._pool.run(train_rank, 1, in_parts, True), reference)
+
+
+def loss_difference(ranks: Sequence[Trained], reference: Trained) -> float:
+    """How far the last losses are from the reference's; infinite where the workers' weights differ in a bit."""
+    first = {chunk.name: chunk.values for chunk in ranks[0].chunks if "/" not in chunk.name}
+    for rank in ranks[1:]:
+        if any((chunk.values != first[chunk.name]).any() for chunk in rank.chunks if chunk.name in first):
+            return math.inf
+    ours, theirs = (float(one.others["losses"][-5:].mean()) for one in (ranks[0], reference))
+    return abs(ours - theirs) / theirs
+
+
+def _without_buffers(trained: Trained) -> Trained:
+    return Trained(chunks=trained.chunks, others={"losses": trained.others["losses"]})
+
+
+def _tell(outcome: Outcome, took_s: float) -> None:
+    text = f"failed: {outcome.failure}" if outcome.failure else f"{outcome.difference:.1e}"
+    unit = {"bf16": " of its spread", "fp64": ""}.get(outcome.kind, f" ({outcome.kind})")
+    mark = "" if outcome.is_good else "  <-- not as it should be"
+    print(f"{outcome.name}: {text}{unit} ({took_s:.1f} s){mark}", file=sys.stderr, flush=True)
+
+
+# --- the real command, killed and resumed -----------------------------------------------------------------------------
+
+_EPOCHS = 4
+_RECIPE = (
+    *("--task.train-samples", "103", "--task.validation-samples", "100", "--global-batch-size", "25"),
+    *("--precision", "fp64", "--nesterov", "--weight-decay", "0.0005", "--clip-norm", "1", "--base-lr", "0.05"),
+    *("--warmup-epochs", "1", "--decay", "cosine", "--task.dropout", "0", "--task.augment", "--sync-batch-norm"),
+    *("--epochs", str(_EPOCHS), "--target-accuracy", "1.1", "--checkpoint-every", "3", "--no-tensorboard"),
+)
+
+
+class Resumed:
+    """A run that is killed once it has saved, resumed on other devices, and compared with one that was left alone."""
+
+    def __init__(self, devices: Devices, folder: Path, data_folder: Path, num_workers: int) -> None:
+        self._devices, self._folder, self._data_folder = devices, folder, data_folder
+        self._num_workers = num_workers  # of the run that is killed
+
+    def run(self) -> list[Outcome]:
+        """Train, kill, resume twice, compare."""
+        half = max(1, self._num_workers // 2)
+        alone = self._start("alone", self._devices.take(len(self._devices) - 1, 1), "single")
+        killed = self._start("killed", self._devices.take(0, self._num_workers), "ddp")
+        failure = self._kill(killed)
+        resumes = {f"{half} workers, fsdp": (self._devices.take(0, half), "fsdp")}
+        resumes["1 worker"] = (self._devices.take(half, 1), "single")
+        running = {}
+        for name, (devices, strategy) in resumes.items() if not failure else ():
+            shutil.copytree(self._folder / "killed", self._folder / name)
+            running[name] = self._start(name, devices, strategy, "--resume")
+        failures = {name: _ended(process) for name, process in {"alone": alone, **running}.items()}
+        return [self._outcome(name, failure or failures[name] or failures["alone"]) for name in resumes]
+
+    def _start(self, name: str, devices: Devices, strategy: str, *more: str) -> subprocess.Popen[str]:
+        command = train_command(
+            *(
+                "fashion-mnist",
+                "--task.width",
+                0.25,
+                "--device",
+                devices.device,
+                "--num-gpus",
+                len(devices),
+                "--strategy",
+                strategy,
+            ),
+            *_RECIPE,
+            *("--task.data-folder", str(self._data_folder), "--runs-folder", str(self._folder), "--run-name", name),
+            *more,
+        )
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **devices.of_command()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that all its processes are killed at once
+        )
+
+    def _kill(self, process: subprocess.Popen[str]) -> str:
+        """Kill all its processes once a checkpoint is there; why that could not be done, or nothing."""
+        checkpoints, deadline_s = self._folder / "killed" / "checkpoints", time.monotonic() + _CASE_S
+        while not any(checkpoints.glob("step-*")) and process.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        if process.returncode == -signal.SIGKILL and any(checkpoints.glob("step-*")):
+            return ""
+        return f"it ended by itself or never saved; exit code {process.returncode}: {output[-2000:]}"
+
+    def _outcome(self, name: str, failure: str) -> Outcome:
+        from stormo import checkpoint
+
+        text = f"killed on {self._num_workers} workers, resumed on {name}"
+        if failure:
+            return Outcome(name=text, kind="fp64", difference=math.nan, failure=failure)
+        states = []
+        for run in (name, "alone"):
+            snapshot = checkpoint.load(checkpoint.find(self._folder / run / "checkpoints")[0].path)
+            states.append(
+                {**snapshot.model, **{f"optimizer/{key}": value for key, value in snapshot.optimizer.items()}}
+            )
+        return Outcome(name=text, kind="fp64", difference=relative_difference(*states))
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """Empty, or why it failed."""
+    try:
+        output, _ = process.communicate(timeout=2 * _CASE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    return f"exit code {process.returncode}: {output[-2000:]}" if process.returncode else ""
+
+
+# --- the stage --------------------------------------------------------------------------------------------------------
+
+
+def run_stage(devices: Devices, data_folder: Path, *, budget_s: float, quick: bool) -> list[Outcome]:
+    """All cases, those of 2 workers beside those of 4 where there are devices for both."""
+    deadline_s = time.monotonic() + budget_s
+    if quick:
+        return Comparer(devices, deadline_s).run(quick_checks(len(devices)))
+    with tempfile.TemporaryDirectory() as folder:
+        began_s = time.monotonic()
+        outcomes = Resumed(devices, Path(folder), data_folder, 4).run()
+        for one in outcomes:
+            _tell(one, time.monotonic() - began_s)
+    outcomes += Comparer(devices, deadline_s).run(checks([len(devices)]))
+    sides = ((devices.take(0, 4), checks([4])), (devices.take(4, 2), checks([2])))
+    with ThreadPoolExecutor() as threads:
+        running = [threads.submit(Comparer(some, deadline_s).run, wanted) for some, wanted in sides]
+        found = [outcome for side in running for outcome in side.result()]
+    num_wanted = len(checks([len(devices), 4, 2]))
+    if missing := num_wanted + 2 - len(outcomes) - len(found):
+        print(f"{missing} cases were not run: {budget_s:g} s were over (--budget-s)", flush=True)
+    return outcomes + found
