@@ -88,7 +88,8 @@ class World:
 
     def small_messages(self) -> SubGroup:
         """The workers that take different samples, for small messages during forward and backward. All call it."""
-        return self.parallel_dims.small_messages(*self._data_axes)
+        is_tree = self.link is not None and self.link.small_algo == "tree"
+        return self.parallel_dims.small_messages(*self._data_axes, algorithm="Tree" if is_tree else None)
 
     def _join(self, backend: str, timeout: timedelta) -> None:
         # CPU tensors always use Gloo, so that counters and votes never wait for a GPU.
