@@ -75,7 +75,7 @@ def _global_statistics(
         total, squares = _partial_statistics(x, matrix).sum(1, dtype=torch.float64)
         # Every rank has its own shift, so what is summed over ranks is taken back to zero, in float64.
         shift = (x[0] if x.dim() == 2 else x[0, :, 0, 0]).double()
-        vector[0] = matrix.num_rows
+        vector[:1].fill_(matrix.num_rows)  # an assignment would wait for the device
         vector[1:] = torch.cat(
             (total + matrix.num_rows * shift, squares + shift * (2.0 * total + matrix.num_rows * shift))
         )

@@ -116,8 +116,6 @@ class Strategy:
             model = model.double()
         if self._plan.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            if self.world.device.type == "cuda":
-                _set_strides(model)
         model = self._convert_batch_norms(model)
         if self._settings.sharding.checkpoint_activations:
             from stormo.parallel.units import recompute, units_of  # loads the compiler, which takes seconds
@@ -574,19 +572,6 @@ def _absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
         yield
     finally:
         set_absent(module, False)
-
-
-@torch.no_grad()
-def _set_strides(model: nn.Module) -> None:
-    """Give channels_last weights the strides that their gradients will have, in the same memory.
-
-    Along a side of length 1 any stride is right, and `to` keeps the one it finds. DDP compares strides literally, and
-    would warn and copy the gradient in every step.
-    """
-    for parameter in model.parameters():
-        if parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
-            strides = torch.empty_like(parameter, memory_format=torch.channels_last, device="meta").stride()
-            parameter.data = parameter.data.as_strided(parameter.shape, strides)
 
 
 def _has_sparse(module: nn.Module) -> bool:

@@ -96,7 +96,8 @@ def capture(
     inputs = [leaf.clone() for leaf in leaves]
     static = tree_unflatten(inputs, structure)
     parameters = list(module.parameters())
-    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    main = torch.cuda.current_stream(device)
+    side = torch.cuda.Stream(device) if main == torch.cuda.default_stream(device) else main
     side.wait_stream(main)
     torch.cuda.empty_cache()  # streams do not share cached memory: a whole micro-batch would be allocated twice
     try:
@@ -113,6 +114,18 @@ def capture(
     finally:
         main.wait_stream(side)
         clear_gradients(parameters)
+
+
+def leave_default_stream(device: torch.device) -> None:
+    """Let this thread work on another stream from now on.
+
+    DDP adds gradients up on the stream on which it was made, and a capture cannot use the default one.
+    """
+    before = torch.cuda.current_stream(device)
+    if before == torch.cuda.default_stream(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(before)
+        torch.cuda.set_stream(stream)
 
 
 def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:

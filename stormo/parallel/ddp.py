@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stormo.config import schema
+from stormo.config.plan import Plan
 from stormo.data.loaders import Batch, Loader
+from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch.torch_errors import unreduced_parameters
 from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
+from stormo.parallel.cuda_graph import leave_default_stream
 from stormo.parallel.gradient_noise import NoiseScaleMeter
 from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
@@ -65,6 +70,23 @@ def _replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return made
 
 
+def align_strides(model: nn.Module) -> None:
+    """Let gradients have the strides of their parameters also along sides of length 1, where any stride is right.
+
+    DDP compares strides literally: it would warn, and copy such a gradient in every step.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and 1 in parameter.shape:
+            parameter.register_hook(partial(_with_strides, parameter.stride()))
+
+
+def _with_strides(strides: tuple[int, ...], gradient: Tensor) -> Tensor:
+    own = gradient.stride() if gradient.layout is torch.strided else strides
+    if own == strides or any(a != b for a, b, size in zip(own, strides, gradient.shape, strict=True) if size > 1):
+        return gradient
+    return gradient.as_strided(gradient.shape, strides)
+
+
 def check_reached(task: Task, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
     """Before a step: refuse gradients that DDP has not averaged because some parameters had none."""
     if not task.find_unused and any(parameter.grad is None and parameter.requires_grad for parameter in trained):
@@ -102,9 +124,15 @@ class Ddp(Strategy):
     _compression: Compression | None = None
     _hook_meter: NoiseScaleMeter | None = None  # sees every bucket
 
+    def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
+        if plan.graph and world.size > 1:
+            leave_default_stream(world.device)
+        super().__init__(world, plan, task, settings)
+
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.world.size == 1:
             return model
+        align_strides(model)
         self._replica = replica(
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,

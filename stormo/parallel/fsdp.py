@@ -28,7 +28,7 @@ from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.sharded import ShardedGradScaler, check_elementwise, to_local_params
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES
-from stormo.parallel.ddp import check_reached, name_unused_parameters, replica
+from stormo.parallel.ddp import align_strides, check_reached, name_unused_parameters, replica
 from stormo.parallel.meta_init import Values, materialize, meta_model
 from stormo.parallel.parameter_shards import LocalParameter, ParameterShard, local_parameters, plain
 from stormo.parallel.tensor.hybrid import split_classifier
@@ -93,10 +93,15 @@ class Sharded(Strategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         group = self.world.data
+        if self._zero and self._plan.channels_last and not self._plan.compile:
+            for layer in model.modules():
+                if isinstance(layer, nn.Conv2d):
+                    layer.register_forward_pre_hook(_in_channels_last)
         if self._zero or group.size == 1:
             return model
         if self._plan.layout.spec.cuts_classifier:  # these are sharded, not replicated
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self._shard_specs))
+        align_strides(model)
         self._replica = replica(
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
@@ -268,6 +273,21 @@ class Sharded(Strategy):
         if not self._has_exchanged:
             return without_gradient(self.module) if self._zero == 1 else []
         return [one.name for one in self._locals if one.parameter.requires_grad and one.parameter.grad is None]
+
+
+def _in_channels_last(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a convolution its input in channels_last: its output, and so all later activations, then have it too.
+
+    torch's sharding takes contiguous weights only, so the layout must come from the activations. With one channel both
+    layouts are the same memory, and the strides tell which is meant.
+    """
+    images, *others = arguments
+    if images.dim() != 4:
+        return arguments
+    images = images.contiguous(memory_format=torch.channels_last)
+    _, channels, height, width = images.shape
+    strides = (channels * height * width, 1, channels * width, channels)
+    return images if images.stride() == strides else images.as_strided(images.shape, strides), *others
 
 
 def _check_dense(model: nn.Module) -> None:

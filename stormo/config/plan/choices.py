@@ -50,6 +50,11 @@ def choose_channels_last(config: TrainConfig, layout: Layout, precision: str) ->
     """The memory layout of images, and why."""
     if config.speed.channels_last is not None:
         return config.speed.channels_last, "as set"
+    if layout.is_sharded and layout.device_type == "cuda" and layout.zero and precision != "fp64":
+        return (
+            True,
+            "the layout of the GPU's matrix units, for activations; weights are sharded in their default layout",
+        )
     if layout.is_sharded:
         return False, f"strategy {layout.strategy} shards weights in their default layout"
     if layout.device_type == "cuda" and precision != "fp64":
