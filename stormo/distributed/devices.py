@@ -37,7 +37,7 @@ def device_of(
         return torch.device("cuda", rank_info.local_rank % num_visible)
     # All workers of a node reach this or none: under srun, each may see other GPUs.
     signed = store.signed(f"devices/{rank_info.node_id}")
-    signed.put(str(rank_info.local_rank), _identities(num_visible))
+    signed.put(str(rank_info.local_rank), [device_uuid(index) for index in range(num_visible)])
     visible = signed.get_all([str(local_rank) for local_rank in range(rank_info.local_size)], store.timeout)
     return torch.device("cuda", choose_gpus(visible, rank_info.host)[rank_info.local_rank])
 
@@ -45,7 +45,7 @@ def device_of(
 def _require_own_gpu(rank_info: RankInfo, store: Store) -> None:
     """Refuse two ranks on one GPU that do not know that they share a host."""
     signed = store.signed("devices")
-    signed.put(str(rank_info.rank), [rank_info.host, *_identities(1)])
+    signed.put(str(rank_info.rank), [rank_info.host, device_uuid(0)])
     gpus = signed.get_all([str(rank) for rank in range(rank_info.world_size)], store.timeout)
     others = [rank for rank, gpu in enumerate(gpus) if rank != rank_info.rank and gpu == gpus[rank_info.rank]]
     if others:
@@ -86,12 +86,11 @@ def choose_gpus(seen: Sequence[Sequence[str]], host: str) -> list[int]:
     return [list(seen[worker]).index(chosen[worker]) for worker in range(len(seen))]
 
 
-def _identities(num_visible: int) -> list[str]:
-    """The ids of the visible GPUs, the same for every process of a node; MIG instances have their own ids."""
+def device_uuid(index: int | None) -> str:
+    """The id of a visible GPU, the same for every process of a node; each slice has its own, as NVML writes it."""
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.startswith("MIG-")]
-    if len(named) == num_visible:
-        return named
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(num_visible)]
+    index = torch.cuda.current_device() if index is None else index
+    return named[index] if index < len(named) else str(torch.cuda.get_device_properties(index).uuid)
 
 
 def share_cores(rank_info: RankInfo) -> None:

@@ -126,6 +126,8 @@ def measure_device(device: torch.device, rank: int, budget_s: float) -> Device:
     """Exactness, speed and free memory of the device; versions of the host."""
     import torch
 
+    from stormo.distributed.devices import device_uuid
+
     try:
         is_exact = _is_exact(device)
         flops_per_s, repeats, digest = _speed(device, budget_s)
@@ -135,7 +137,7 @@ def measure_device(device: torch.device, rank: int, budget_s: float) -> Device:
         rank=rank,
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         kind=device.type,
-        uuid=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
+        uuid=device_uuid(device.index) if device.type == "cuda" else "",
         flops_per_s=flops_per_s,
         is_exact=is_exact and repeats,
         digest=digest,

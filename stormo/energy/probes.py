@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from stormo.errors import pluralize
 from stormo.system.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
 
 
@@ -64,10 +66,20 @@ _POWER_RESOLUTION_J = 0.0001  # one milliwatt over one refresh
 
 
 class NvidiaProbe:
-    """The physical GPUs of some devices, each once."""
+    """The physical GPUs of some devices, each once.
 
-    def __init__(self, devices: Sequence[Device], close: Callable[[], None] = lambda: None) -> None:
-        self._close = close
+    Args:
+        slices: into how many slices a GPU is cut, by its UUID.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        close: Callable[[], None] = lambda: None,
+        *,
+        slices: Mapping[str, int] | None = None,
+    ) -> None:
+        self._close, slices = close, slices or {}
         self._read: dict[str, Callable[[], float | None]] = {}
         sources, notes, self.missing = [], [], list[Missing]()
         by_gpu: dict[str, list[Device]] = {}
@@ -83,16 +95,14 @@ class NvidiaProbe:
                     self.missing.append(Missing(kind="gpu", reason=f"{uuid}: {why}"))
                     continue
                 notes.append(f"{uuid} has no energy counter ({device.why_not('energy_j')}): its power is integrated")
-            if device.parent_uuid:
-                notes.append(
-                    f"{uuid} is split (MIG): its energy is that of the whole GPU, other instances and jobs included"
-                )
+            if uuid in slices:
+                notes.append(_sharing(uuid, slices[uuid], len({part.uuid for part in parts if part.parent_uuid})))
             self._read[uuid] = read
             sources.append(
                 Source(
                     id=uuid,
                     kind="gpu",
-                    name=device.name,
+                    name=device.name.partition(" MIG ")[0],
                     method=method,
                     resolution_j=resolution_j,
                     interval_s=_REFRESH_S,
@@ -111,6 +121,15 @@ class NvidiaProbe:
         self._close()
 
 
+def _sharing(uuid: str, num_slices: int, num_used: int) -> str:
+    """How the energy of a GPU that is cut into slices is counted: it has one counter."""
+    cut = f"{uuid} is cut into {pluralize(num_slices, 'slice')}"
+    if num_used == num_slices:
+        return f"{cut}, and this run uses all of them: the energy of the whole GPU is the run's"
+    used = f"this run uses {num_used} of them" if num_used else "this run uses only some"
+    return f"{cut}, and {used}: the GPU has one counter, so the figure includes what the other slices drew"
+
+
 def open_nvidia(
     uuids: Sequence[str] | None, open_library: Callable[[], Nvml] = open_nvml
 ) -> tuple[NvidiaProbe | None, list[Missing]]:
@@ -122,7 +141,8 @@ def open_nvidia(
     except NvmlUnavailableError as error:
         return None, [Missing(kind="gpu", reason=error.reason)]
     found = [nvml.find(uuid) for uuid in uuids] if uuids is not None else list(nvml.visible())
-    probe = NvidiaProbe([device for device in found if device], nvml.close)
+    slices = Counter(instance.physical_uuid for instance in nvml.instances())
+    probe = NvidiaProbe([device for device in found if device], nvml.close, slices=slices)
     unknown = [uuid for uuid, device in zip(uuids or (), found, strict=False) if device is None]
     missing = [Missing(kind="gpu", reason=f"{uuid}: NVML shows no such GPU here") for uuid in unknown] + probe.missing
     if not probe.sources:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from stormo.distributed.devices import device_uuid
 from stormo.distributed.world import World
 from stormo.system.hardware import GPU_SHARE
 
@@ -107,7 +108,7 @@ def memory_of(world: World, devices: Sequence[torch.device]) -> Memory:
         memory: Memory = HostMemory(world.rank_info.local_size)
     else:
         # Workers under Gloo may share a GPU on purpose.
-        own = str(torch.cuda.get_device_properties(world.device).uuid)
+        own = device_uuid(world.device.index)
         every = world.broadcast_object(world.gather_objects(own))
         memory = GpuMemory(devices, every.count(own))
     world.barrier()

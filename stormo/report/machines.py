@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
 
 _GIB, _MB = 2.0**30, 1e6
+_OF_A_SLICE = ("memory_used_bytes", "utilisation")  # figures that a slice of a GPU has for itself
 _MAX_BINS = 20_000
 _LEAST_MEASURED = 0.2  # share of a bin; less is too little for a power
 _KINDS = {"gpu": "GPUs", "cpu": "CPUs", "dram": "memory (DRAM)"}
@@ -54,12 +56,25 @@ def sampled_lines(histories: Sequence[History], figure: Sampled) -> list[Series]
             for position, sample in samples:
                 sources: dict[str, Line] = {figure.name: sample}
                 if figure.owner == "gpus":
-                    sources = {f"GPU {gpu.get('index')}": gpu for gpu in sample.get("gpus") or ()}
+                    sources = _by_name(sample.get("gpus") or (), figure.key)
                 for name, source in sources.items():
                     points.setdefault(f"{prefix}{name}", []).append((position, figure.value(source)))
             for name, found in points.items():
                 lines += make_line(run, name, found)
     return lines
+
+
+def _by_name(gpus: Iterable[Line], key: str) -> dict[str, Line]:
+    """The GPUs of a sample; slices of one have their own memory and share all other figures."""
+    names, numbers = {}, Counter[Any]()
+    for gpu in gpus:
+        index = gpu.get("index")
+        name = f"GPU {index}"
+        if key in _OF_A_SLICE and str(gpu.get("uuid")).startswith("MIG-"):
+            name += f" slice {numbers[index]}"
+            numbers[index] += 1
+        names[name] = gpu
+    return names
 
 
 def _sampled_chart(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from stormo.data.loaders import Loader
+from stormo.distributed.devices import device_uuid
 from stormo.distributed.world import World
 from stormo.energy.meter import MAX_ERROR, own_meter
 from stormo.energy.node_metrics import NodeMetrics
@@ -228,7 +229,7 @@ def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, li
     own = []
     if world.device.type == "cuda":
         indices = [world.device.index] if devices_per_worker == 1 else range(devices_per_worker)
-        own = [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
+        own = [device_uuid(index) for index in indices]
     gathered = world.gather_objects([world.rank_info.node_id, own])
     by_node: dict[str, list[str]] = {}
     for node_id, uuids in gathered or []:

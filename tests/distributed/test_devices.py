@@ -88,7 +88,7 @@ def second_of_two() -> RankInfo:
 
 def test_workers_of_a_node_choose_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(devices, "_identities", lambda count: ["b"] * count)
+    monkeypatch.setattr(devices, "device_uuid", lambda index: "b")
     place = second_of_two()
     assert device_of("cuda", place, cast(Store, OneNode("a"))) == torch.device("cuda", 0)
     with pytest.raises(SettingError, match="2 workers were started on host n1, but they see 1 GPU, and each"):
@@ -101,20 +101,20 @@ def test_workers_of_a_node_choose_different_gpus(monkeypatch: pytest.MonkeyPatch
 
 def test_an_unauthenticated_gpu_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(devices, "_identities", lambda count: ["b"] * count)
+    monkeypatch.setattr(devices, "device_uuid", lambda index: "b")
     with pytest.raises(StormoError, match="no worker of this job has written devices/0/0"):
         device_of("cuda", second_of_two(), cast(Store, OneNode("a", key=b"another")))
 
 
 def test_workers_with_enough_gpus_still_ask_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(devices, "_identities", lambda count: ["a", "b"][:count])
+    monkeypatch.setattr(devices, "device_uuid", lambda index: "ab"[index])
     assert device_of("cuda", second_of_two(), cast(Store, OneNode("b"))) == torch.device("cuda", 0)
 
 
 def test_ranks_that_do_not_know_that_they_share_a_host_do_not_share_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(devices, "_identities", lambda count: ["a", "b"][:count])
+    monkeypatch.setattr(devices, "device_uuid", lambda index: "ab"[index])
     place = replace(second_of_two(), launcher="env", local_rank=0, local_size=1, node_id=1, num_nodes=2)
     store = OneNode()
     store.signed("devices").put("0", ["n1", "a"])
@@ -125,9 +125,15 @@ def test_ranks_that_do_not_know_that_they_share_a_host_do_not_share_its_gpu(monk
     assert device_of("cuda", place, cast(Store, store)) == torch.device("cuda", 0)
 
 
+def test_a_slice_is_known_by_the_name_that_nvml_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b,MIG-c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pytest.fail("may be the whole GPU's"))
+    assert devices.device_uuid(0) == "MIG-b"
+
+
 @pytest.mark.gpu
 def test_every_gpu_has_a_name_of_its_own() -> None:
     count = torch.cuda.device_count()
-    names = devices._identities(count)
+    names = [devices.device_uuid(index) for index in range(count)]
     assert len(set(names)) == count
     assert all(len(name) > 8 for name in names)

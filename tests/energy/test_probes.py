@@ -53,16 +53,29 @@ def test_a_gpu_that_tells_nothing_is_missing_and_nothing_is_invented() -> None:
     assert library.num_open == 0
 
 
-def test_two_instances_of_one_gpu_are_one_source_and_its_sharing_is_named() -> None:
-    card = Card("GPU-a", tells={"energy_mj": 4000}, instances=[Card("MIG-1"), Card("MIG-2")])
-    library = FakeNvml([card])
-    probe, missing = open_nvidia(["MIG-1", "2", "GPU-a", "MIG-1"], lambda: open_nvml(lambda _: library))
+@pytest.mark.parametrize(
+    ("uuids", "note"),
+    [
+        (["MIG-1", "2", "GPU-a", "MIG-1"], "this run uses all of them: the energy of the whole GPU is the run's"),
+        (
+            ["MIG-2"],
+            "this run uses 1 of them: the GPU has one counter, so the figure includes what the other slices drew",
+        ),
+        (
+            ["GPU-a"],  # where CUDA names the whole GPU
+            "this run uses only some: the GPU has one counter, so the figure includes what the other slices drew",
+        ),
+    ],
+)
+def test_slices_of_one_gpu_are_one_source_and_its_sharing_is_named(uuids: list[str], note: str) -> None:
+    slices: list[Card | None] = [Card("MIG-1", "NVIDIA H200 MIG 3g.71gb"), Card("MIG-2", "NVIDIA H200 MIG 3g.71gb")]
+    library = FakeNvml([Card("GPU-a", tells={"energy_mj": 4000}, instances=slices)])
+    probe, missing = open_nvidia(uuids, lambda: open_nvml(lambda _: library))
     assert probe is not None
     assert missing == []
     assert probe.read() == {"GPU-a": 4.0}
-    assert probe.notes == (
-        "GPU-a is split (MIG): its energy is that of the whole GPU, other instances and jobs included",
-    )
+    assert [(source.id, source.name) for source in probe.sources] == [("GPU-a", "NVIDIA H200")]
+    assert probe.notes == (f"GPU-a is cut into 2 slices, and {note}",)
 
 
 def test_without_uuids_the_visible_gpus_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
