@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stormo.distributed import nccl_probe
-from stormo.distributed.link import Probe
+from stormo.distributed.link_tuning import Probe
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES, AllReduce, NcclUniqueId, measure
 
 SIZES = [*SMALL_BYTES, *LARGE_BYTES]

@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ _GAIN = 0.95  # of the time with NCCL's defaults
 _TIE = 1.03  # times the least: small messages decide
 _CALLS, _CALLS_S = 5, 0.2  # of large messages
 _BUCKET, _SMALL = BUCKET_MIB << 20, SMALL_BYTES[0]
-_OF_A_RANK = ("NCCL_HOSTID",)  # variables that say nothing of the link
+_Tried = tuple[Mapping[str, str], dict[int, float]]  # NCCL's variables, and seconds by size
 Figures = dict[str, dict[int, float]]  # "seconds" by size, and those by "tree"
 Measure = Callable[[Mapping[str, str], int, bool], Figures]  # of NCCL's variables, calls, and whether of every size
 
@@ -56,12 +57,13 @@ def search(
     NCCL's defaults are measured first and last, and the best of the others twice: its worse time must beat their better
     one. So a disturbance cannot make a slower setting win.
     """
-    began, tried = clock(), list[tuple[Mapping[str, str], dict[int, float]]]()
+    times_s, tried = [clock()], list[_Tried]()
     first = measure({}, _CALLS, False)["seconds"]
     calls = min(_CALLS, max(1, int(_CALLS_S / first[_BUCKET])))
     for variables in to_try:
-        spent_s = clock() - began
-        if spent_s + 3 * spent_s / (1 + len(tried)) > LIMIT_S:  # this one, and two to compare at the end
+        times_s.append(clock())
+        shortest_s = min(later - earlier for earlier, later in pairwise(times_s))
+        if times_s[-1] - times_s[0] + 2 * shortest_s > LIMIT_S:  # two are compared at the end
             break
         tried.append((variables, measure(variables, calls, False)["seconds"]))
     last = measure({}, calls, True)
@@ -84,9 +86,7 @@ def search(
     return link, len(to_try) - len(tried)
 
 
-def _best(
-    tried: Sequence[tuple[Mapping[str, str], dict[int, float]]],
-) -> tuple[Mapping[str, str], dict[int, float]] | None:
+def _best(tried: Sequence[_Tried]) -> _Tried | None:
     least_s = min((seconds[_BUCKET] for _, seconds in tried), default=0.0)
     near = [one for one in tried if one[1][_BUCKET] <= _TIE * least_s]
     return min(near, key=lambda one: one[1][_SMALL], default=None)
@@ -221,13 +221,14 @@ def choose_link(
     # Rank 0 decides for all: a node may see other network cards.
     if not group.share("is_tuned", config.workers.tune_link or uses_sockets(layout, os.environ)):
         return None, ""
-    library = nccl_library()
+    library, of_a_rank = nccl_library(), "NCCL_HOSTID"
+    told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_") and key != of_a_rank}
     member = {
         "host": rank_info.host,
         "gpu": torch.cuda.get_device_name(device),
         "nccl": torch.cuda.nccl.version(),
         "has_library": library is not None,
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+        "variables": told,
     }
     words = [str(library), str(device.index or 0), str(rank_info.rank), str(rank_info.world_size)]
     command = [sys.executable, "-P", "-m", "stormo.distributed.nccl_probe"]
@@ -289,6 +290,8 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
         text += f"; {num_left} more were not tried, as {LIMIT_S:g} s were over"
     path = _cache_file(members)
     try:
+        if num_left == len(to_try) > 0:  # the machine was slow this time
+            return link, text
         private_folder(path.parent)
         write_json(path, {"members": members, "link": asdict(link)})
     except OSError as error:
@@ -298,10 +301,6 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
 
 def _cache_file(members: Sequence[Mapping[str, Any]]) -> Path:
     """The file of a link: another one for other hosts, GPUs, versions of NCCL or variables of the user."""
-    described = [
-        {**member, "variables": {key: value for key, value in member["variables"].items() if key not in _OF_A_RANK}}
-        for member in members
-    ]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
     own = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", "")}  # $STORMO_DATA may be shared with other users
     return data_cache(own).expanduser() / "links" / f"{digest[:32]}.json"
