@@ -58,6 +58,7 @@ WITHOUT_TORCH = [
     "commands",
     "cli",
     "data.staging",
+    "distributed.nccl_probe",
     "training.settings",
     "training.resume",
 ]

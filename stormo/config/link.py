@@ -86,8 +86,9 @@ def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = 
 
 
 def _is_cut(layout: Layout) -> bool:
-    """Whether workers have slices of one GPU, between which NCCL has no other way."""
-    return layout.workers_per_node > 1 and getattr(layout.gpu, "slice_of", None) is not None
+    """Whether workers of this node have slices of one GPU, between which NCCL has no other way."""
+    cut = [one.slice_of for one in getattr(layout, "slices", ())[: layout.workers_per_node]]
+    return len(set(cut)) < len(cut)
 
 
 def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:

@@ -100,70 +100,56 @@ class AllReduce:
     """All-reduces of one rank by ctypes."""
 
     def __init__(self, library: str, device: int, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+        self._device, self._rank, self._world_size = device, rank, world_size
         self._cuda, self._nccl = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(library)
-        self._nccl.ncclGetLastError.restype = ctypes.c_char_p
-        self._nccl.ncclGetLastError.argtypes = [ctypes.c_void_p]
         pointer, number = ctypes.c_void_p, ctypes.c_int
+        self._nccl.ncclGetLastError.restype = ctypes.c_char_p
+        self._nccl.ncclGetLastError.argtypes = [pointer]
         self._nccl.ncclAllReduce.argtypes = [pointer, pointer, ctypes.c_size_t, number, number, pointer, pointer]
         self._nccl.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, NcclUniqueId, number]
-        self._device = device
         self._stream, self._buffer = ctypes.c_void_p(), ctypes.c_uint64()
 
     def open_device(self) -> None:
         """Make a stream, and a buffer for the largest message."""
-        context, number, cuda = ctypes.c_void_p(), ctypes.c_int(), self._cuda
-        self._check_cuda("cuInit", cuda.cuInit(0))
-        self._check_cuda("cuDeviceGet", cuda.cuDeviceGet(ctypes.byref(number), self._device))
-        cuda.cuDevicePrimaryCtxSetFlags_v2(number, _BLOCKING_SYNC)  # waiting takes no core
-        self._check_cuda("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
-        self._check_cuda("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
-        size = ctypes.c_size_t(max(LARGE_BYTES))
-        self._check_cuda("cuMemAlloc", cuda.cuMemAlloc_v2(ctypes.byref(self._buffer), size))
-        self._check_cuda("cuMemset", cuda.cuMemsetD8_v2(self._buffer, ctypes.c_ubyte(0), size))
-        self._check_cuda("cuStreamCreate", cuda.cuStreamCreate(ctypes.byref(self._stream), _NON_BLOCKING_STREAM))
+        context, device, size = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_size_t(max(LARGE_BYTES))
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), self._device)
+        self._call("cuDevicePrimaryCtxSetFlags_v2", device, _BLOCKING_SYNC)  # waiting takes no core
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+        self._call("cuMemAlloc_v2", ctypes.byref(self._buffer), size)
+        self._call("cuMemsetD8_v2", self._buffer, ctypes.c_ubyte(0), size)
+        self._call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING_STREAM)
 
     def new_id(self) -> str:
         """A communicator's id, of which this process serves the rendezvous."""
         made = NcclUniqueId()
-        self._check("ncclGetUniqueId", self._nccl.ncclGetUniqueId(ctypes.byref(made)))
+        self._call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made).hex()
 
     def communicator(self, unique_id: str) -> ctypes.c_void_p:
         """A communicator of all ranks. All ranks call it."""
-        made = ctypes.c_void_p()
-        its_id = NcclUniqueId.from_buffer_copy(bytes.fromhex(unique_id))
-        joined = self._nccl.ncclCommInitRank(ctypes.byref(made), self._world_size, its_id, self._rank)
-        self._check("ncclCommInitRank", joined)
+        made, its_id = ctypes.c_void_p(), NcclUniqueId.from_buffer_copy(bytes.fromhex(unique_id))
+        self._call("ncclCommInitRank", ctypes.byref(made), self._world_size, its_id, self._rank)
         return made
 
     def seconds(self, communicator: ctypes.c_void_p, num_bytes: int, num_calls: int) -> float:
         """The time of one all-reduce. All ranks call it."""
-        for _ in range(_WARM_UPS):
-            self._all_reduce(communicator, num_bytes)
-        self._wait()
-        began = time.perf_counter()
-        for _ in range(num_calls):
-            self._all_reduce(communicator, num_bytes)
-        self._wait()
-        return (time.perf_counter() - began) / num_calls
+        buffer, began_s = self._buffer.value, 0.0
+        for number in range(_WARM_UPS + num_calls):
+            if number == _WARM_UPS:
+                self._call("cuStreamSynchronize", self._stream)
+                began_s = time.perf_counter()
+            words = (buffer, buffer, num_bytes // 4, _FLOAT32, _SUM, communicator, self._stream)
+            self._call("ncclAllReduce", *words)
+        self._call("cuStreamSynchronize", self._stream)
+        return (time.perf_counter() - began_s) / num_calls
 
-    def _all_reduce(self, communicator: ctypes.c_void_p, num_bytes: int) -> None:
-        buffer = self._buffer.value
-        done = self._nccl.ncclAllReduce(buffer, buffer, num_bytes // 4, _FLOAT32, _SUM, communicator, self._stream)
-        self._check("ncclAllReduce", done)
-
-    def _wait(self) -> None:
-        self._check_cuda("cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._stream))
-
-    def _check(self, call: str, result: int) -> None:
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._nccl if name.startswith("nccl") else self._cuda, name)(*arguments)
         if result:
-            why = (self._nccl.ncclGetLastError(None) or b"").decode(errors="replace").strip()
-            raise OSError(f"{call} gave error {result}" + (f" ({why})" if why else ""))
-
-    def _check_cuda(self, call: str, result: int) -> None:
-        if result:
-            raise OSError(f"{call} gave error {result}")
+            why = self._nccl.ncclGetLastError(None) if name.startswith("nccl") else None
+            raise OSError(f"{name} gave error {result}" + (f" ({why.decode(errors='replace').strip()})" if why else ""))
 
 
 def measure(all_reduce: AllReduce, order: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
@@ -176,7 +162,7 @@ def measure(all_reduce: AllReduce, order: Mapping[str, Any], exchange: Exchange)
         calls = {size: _SMALL_CALLS if size in SMALL_BYTES else order["calls"] for size in sizes}
         return {str(size): all_reduce.seconds(communicator, size, calls[size]) for size in sizes}
 
-    found: dict[str, Any] = {"seconds": by_size(ids[0], (*SMALL_BYTES, *LARGE_BYTES))}
+    found: dict[str, Any] = {"seconds": by_size(ids[0], order["sizes"])}
     if order["tree"]:
         os.environ["NCCL_ALGO"] = "Tree"  # read for each communicator
         found["tree"] = by_size(ids[1], SMALL_BYTES)

@@ -196,7 +196,7 @@ class Trainer:
     ) -> Link | None:
         if store is None or layout.backend != "nccl":
             return None
-        from stormo.distributed.link import choose_link
+        from stormo.distributed.link_tuning import choose_link
 
         link, text = choose_link(self.config, layout, rank_info, store, device)
         self._notices += [Notice(kind="info", text=text)] if text else []

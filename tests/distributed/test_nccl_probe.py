@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from stormo.distributed import nccl_probe
-from stormo.distributed.link import Probe
+from stormo.distributed.link_tuning import Probe
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES, AllReduce, NcclUniqueId, measure
 
-ORDER = {"number": 0, "variables": {}, "calls": 3, "tree": False, "ids": None}
+SIZES = [*SMALL_BYTES, *LARGE_BYTES]
+ORDER = {"number": 0, "variables": {}, "calls": 3, "sizes": SIZES, "tree": False, "ids": None}
 
 
 class FakeFunction:
@@ -58,7 +60,7 @@ def test_every_size_is_measured_on_one_communicator(libraries: dict[str, FakeLib
     found = measure(AllReduce("libnccl.so.2", 1, 2, 4), ORDER, no_ids)
     nccl = libraries["libnccl.so.2"]
     assert list(found) == ["seconds"]
-    assert list(found["seconds"]) == [str(size) for size in (*SMALL_BYTES, *LARGE_BYTES)]
+    assert list(found["seconds"]) == [str(size) for size in SIZES]
     counts = [arguments[2] for arguments in nccl.made("ncclAllReduce")]
     assert [counts.count(size // 4) for size in SMALL_BYTES] == [22, 22]  # with two warm-ups
     assert [counts.count(size // 4) for size in LARGE_BYTES] == [5] * 4
@@ -107,8 +109,6 @@ def test_an_error_names_the_call(libraries: dict[str, FakeLibrary], library: str
 
 def test_the_program_says_what_it_lacks(tmp_path: Path) -> None:
     """The real program, with a library that is none: it ends, and the worker is told."""
-    import sys
-
     words = [sys.executable, "-P", "-m", nccl_probe.__name__]
     with closing(Probe(lambda fd: [*words, str(fd), str(tmp_path / "libnccl.so.2"), "0", "0", "2"], 60.0)) as probe:
         probe.order(ORDER)

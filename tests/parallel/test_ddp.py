@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from stormo.config.link import Link
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
 from stormo.parallel.ddp import DataParallel, Ddp
@@ -97,6 +98,16 @@ def _num_watched(world: World) -> int:
 
 def test_only_the_micro_batch_with_an_exchange_is_measured(run_ranks: Ranks) -> None:
     assert run_ranks(_num_watched, 2) == [3, 3]
+
+
+def _bucket_bytes(world: World, bucket_mb: int | None) -> int:
+    world.link = Link(world_size=2, bucket_mb=bucket_mb)
+    return int(build(world, global_batch_size=16).strategy._replica.bucket_bytes_cap)
+
+
+def test_buckets_have_the_size_that_suits_the_link(run_ranks: Ranks) -> None:
+    assert run_ranks(_bucket_bytes, 2, 8) == [8 << 20] * 2
+    assert run_ranks(_bucket_bytes, 2, None) == [25 << 20] * 2
 
 
 def _alone(world: World) -> float | None:

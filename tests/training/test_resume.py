@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from stormo.config import options, toml
 from stormo.config.layout import resolve_layout
+from stormo.config.link import CANDIDATES, Link
 from stormo.config.plan import Facts, Plan, resolve
 from stormo.config.schema import SECTIONS, ResolvedBatch
 from stormo.errors import SettingError
@@ -229,6 +230,7 @@ FREE = frozenset(
         # where it runs
         *("num_gpus", "num_nodes", "max_restarts", "launcher", "hosts", "hostfile", "print_commands", "node_id"),
         *("master_addr", "master_port", "device", "backend", "timeout", "strategy", "servers", "mesh", "zero"),
+        *("tune_link",),
         # how it gets there: the same result but for rounding
         *("compile", "graph", "channels_last", "autotune", "loader", "loader_workers", "validation_batch_size"),
         *("checkpoint_activations", "offload", "shard_modules", "schedule"),
@@ -314,3 +316,26 @@ def test_the_page_lists_what_is_refused_and_what_is_shown() -> None:
         # Of these only a part is refused, or reported.
         others = {"--task", "--precision"} if row == "refused" else {"--strategy", "--mesh"}
         assert listed - others == {flags[name] for name in names if name != "task"}, row
+
+
+def test_a_link_is_stored_with_the_run_and_checked(old_run: Path) -> None:
+    link = asdict(Link(world_size=4, variables=CANDIDATES[0], small_algo="tree", bucket_s=0.01, default_s=0.0145))
+    config = options.make_config({}, find_task("fashion-mnist").Options)
+    effect = ResolvedBatch(global_batch_size=64, learning_rate=0.02, warmup_start=0.01, num_workers=2, link=link)
+    text = toml.to_toml(config, effect)
+    (old_run / "config.toml").write_text(text, encoding="utf-8")
+    resumed = read_settings(["--resume", "old"])[0].resumed
+    assert resumed is not None
+    assert Link.read(resumed.link) == Link.read(link)
+    (old_run / "config.toml").write_text(text.replace("NCCL_MAX_NCHANNELS", "LD_PRELOAD"), encoding="utf-8")
+    with pytest.raises(SettingError, match="has no valid section"):
+        read_settings(["--resume", "old"])
+
+
+def test_a_run_that_was_not_tuned_stays_so(old_run: Path) -> None:
+    for before, words, now in (("false", "", False), ("true", "", None), ("false", "--tune-link", True)):
+        file = old_run / "config.toml"
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("tune_link")]
+        text = "\n".join(lines).replace("[workers]\n", f"[workers]\ntune_link = {before}\n")
+        file.write_text(text, encoding="utf-8")
+        assert read_settings(["--resume", "old", *words.split()])[0].workers.tune_link is now

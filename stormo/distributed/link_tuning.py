@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,14 @@ from stormo.telemetry.folder import write_json
 
 LIMIT_S = 8.0  # for all measurements
 _ANSWER_S = 10.0  # for one, in which CUDA starts
+_END_S = 3.0
 _GAIN = 0.95  # of the time with NCCL's defaults
 _TIE = 1.03  # times the least: small messages decide
 _CALLS, _CALLS_S = 5, 0.2  # of large messages
 _BUCKET, _SMALL = BUCKET_MIB << 20, SMALL_BYTES[0]
-_OF_A_RANK = ("NCCL_HOSTID",)  # variables that say nothing of the link
+_Tried = tuple[Mapping[str, str], dict[int, float]]  # NCCL's variables, and seconds by size
 Figures = dict[str, dict[int, float]]  # "seconds" by size, and those by "tree"
-Measure = Callable[[Mapping[str, str], int, bool], Figures]
+Measure = Callable[[Mapping[str, str], int, bool], Figures]  # of NCCL's variables, calls, and whether of every size
 
 
 class ProbeError(StormoError):
@@ -48,8 +50,6 @@ def search(
     to_try: Sequence[Mapping[str, str]],
     measure: Measure,
     world_size: int,
-    *,
-    may_tree: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Link, int]:
     """The fastest settings, and how many of them were not tried for lack of time.
@@ -57,20 +57,21 @@ def search(
     NCCL's defaults are measured first and last, and the best of the others twice: its worse time must beat their better
     one. So a disturbance cannot make a slower setting win.
     """
-    began, tried = clock(), list[tuple[Mapping[str, str], dict[int, float]]]()
+    times_s, tried = [clock()], list[_Tried]()
     first = measure({}, _CALLS, False)["seconds"]
     calls = min(_CALLS, max(1, int(_CALLS_S / first[_BUCKET])))
     for variables in to_try:
-        spent_s = clock() - began
-        if spent_s + 3 * spent_s / (1 + len(tried)) > LIMIT_S:  # this one, and two to compare at the end
+        times_s.append(clock())
+        shortest_s = min(later - earlier for earlier, later in pairwise(times_s))
+        if times_s[-1] - times_s[0] + 2 * shortest_s > LIMIT_S:  # two are compared at the end
             break
         tried.append((variables, measure(variables, calls, False)["seconds"]))
-    last = measure({}, calls, may_tree)
+    last = measure({}, calls, True)
     default_s = min(first[_BUCKET], last["seconds"][_BUCKET])
     chosen, figures, bucket_s = dict[str, str](), last, default_s
     best = _best(tried)
     if best is not None and best[1][_BUCKET] <= _GAIN * default_s:
-        again = measure(best[0], calls, may_tree)
+        again = measure(best[0], calls, True)
         confirmed_s = max(best[1][_BUCKET], again["seconds"][_BUCKET])
         if confirmed_s <= _GAIN * default_s:
             chosen, figures, bucket_s = dict(best[0]), again, confirmed_s
@@ -78,16 +79,14 @@ def search(
         world_size=world_size,
         variables=chosen,
         bucket_mb=_bucket_mb(figures["seconds"]),
-        small_algo="tree" if may_tree and _is_tree_faster(figures) else None,
+        small_algo="tree" if _is_tree_faster(figures) else None,
         bucket_s=bucket_s,
         default_s=default_s,
     )
     return link, len(to_try) - len(tried)
 
 
-def _best(
-    tried: Sequence[tuple[Mapping[str, str], dict[int, float]]],
-) -> tuple[Mapping[str, str], dict[int, float]] | None:
+def _best(tried: Sequence[_Tried]) -> _Tried | None:
     least_s = min((seconds[_BUCKET] for _, seconds in tried), default=0.0)
     near = [one for one in tried if one[1][_BUCKET] <= _TIE * least_s]
     return min(near, key=lambda one: one[1][_SMALL], default=None)
@@ -100,7 +99,8 @@ def _bucket_mb(seconds: Mapping[int, float]) -> int | None:
 
 
 def _is_tree_faster(figures: Figures) -> bool:
-    return all(figures["tree"][size] <= _GAIN * figures["seconds"][size] for size in SMALL_BYTES)
+    tree = figures.get("tree")  # missing where the user has set the algorithm
+    return tree is not None and all(tree[size] <= _GAIN * figures["seconds"][size] for size in SMALL_BYTES)
 
 
 class Probe:
@@ -133,10 +133,13 @@ class Probe:
         return {"error": "the measuring process is gone"}
 
     def close(self) -> None:
-        """End it."""
+        """End it, and free its memory on the GPU."""
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class ProbeGroup:
@@ -161,9 +164,13 @@ class ProbeGroup:
         names = [f"{name}/{rank}" for rank in range(self.world_size)]
         return self._store.get_all(names, self._timeout) if self._rank == 0 else None
 
-    def measure(self, probe: Probe, variables: Mapping[str, str], calls: int, tree: bool) -> Figures:
+    def measure(
+        self, probe: Probe, may_tree: bool, variables: Mapping[str, str], calls: int, every_size: bool
+    ) -> Figures:
         """On rank 0: the slowest rank's figures under these settings."""
-        gathered = self._take_part(probe, {"variables": dict(variables), "calls": calls, "tree": tree})
+        sizes = (*SMALL_BYTES, *LARGE_BYTES) if every_size else (_SMALL, _BUCKET)
+        order = {"variables": dict(variables), "calls": calls, "sizes": sizes, "tree": every_size and may_tree}
+        gathered = self._take_part(probe, order)
         assert gathered is not None
         for rank, found in enumerate(gathered):
             if "error" in found:
@@ -214,13 +221,14 @@ def choose_link(
     # Rank 0 decides for all: a node may see other network cards.
     if not group.share("is_tuned", config.workers.tune_link or uses_sockets(layout, os.environ)):
         return None, ""
-    library = nccl_library()
+    library, of_a_rank = nccl_library(), "NCCL_HOSTID"
+    told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_") and key != of_a_rank}
     member = {
         "host": rank_info.host,
         "gpu": torch.cuda.get_device_name(device),
         "nccl": torch.cuda.nccl.version(),
         "has_library": library is not None,
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+        "variables": told,
     }
     words = [str(library), str(device.index or 0), str(rank_info.rank), str(rank_info.world_size)]
     command = [sys.executable, "-P", "-m", "stormo.distributed.nccl_probe"]
@@ -269,8 +277,8 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
     users = {name: value for member in members for name, value in member["variables"].items()}
     to_try = candidates(users)
     try:
-        measure = partial(group.measure, probe)
-        link, num_left = search(to_try, measure, group.world_size, may_tree="NCCL_ALGO" not in users)
+        measure = partial(group.measure, probe, "NCCL_ALGO" not in users)
+        link, num_left = search(to_try, measure, group.world_size)
     except ProbeError as error:
         return Link(world_size=group.world_size), f"{text}The link is not tuned, NCCL's defaults stay: {error}"
     finally:
@@ -282,6 +290,8 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
         text += f"; {num_left} more were not tried, as {LIMIT_S:g} s were over"
     path = _cache_file(members)
     try:
+        if num_left == len(to_try) > 0:  # the machine was slow this time
+            return link, text
         private_folder(path.parent)
         write_json(path, {"members": members, "link": asdict(link)})
     except OSError as error:
@@ -291,9 +301,6 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
 
 def _cache_file(members: Sequence[Mapping[str, Any]]) -> Path:
     """The file of a link: another one for other hosts, GPUs, versions of NCCL or variables of the user."""
-    described = [
-        {**member, "variables": {key: value for key, value in member["variables"].items() if key not in _OF_A_RANK}}
-        for member in members
-    ]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-    return data_cache(os.environ).expanduser() / "links" / f"{digest[:32]}.json"
+    digest = hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
+    own = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", "")}  # $STORMO_DATA may be shared with other users
+    return data_cache(own).expanduser() / "links" / f"{digest[:32]}.json"

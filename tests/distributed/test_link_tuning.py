@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +18,10 @@ import torch.distributed as dist
 from stormo.config.layout import Launched, resolve_layout
 from stormo.config.link import CANDIDATES, Link
 from stormo.config.schema import ResolvedBatch, TrainConfig, Workers
-from stormo.distributed.link import LIMIT_S, Figures, Probe, ProbeGroup, choose_link, nccl_library, search, tune
+from stormo.distributed.link_tuning import LIMIT_S, Figures, Probe, ProbeGroup, choose_link, nccl_library, search, tune
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore
+from stormo.distributed.world import World
 from stormo.launch.rank_info import alone
 from tests.config.test_plan import H200
 from tests.distributed.fake_probe import DEFAULT_MS
@@ -43,16 +46,19 @@ class Bench:
         self.calls: list[int] = []
         self.now_s, self.each_s = 0.0, 0.0
 
-    def __call__(self, variables: Mapping[str, str], calls: int, tree: bool) -> Figures:
+    def __call__(self, variables: Mapping[str, str], calls: int, every_size: bool) -> Figures:
         number = CANDIDATES.index(dict(variables)) if variables else -1
         self.seen.append(number)
         self.calls.append(calls)
         self.now_s += self.each_s
         left = self._left[number + 1] or [figures(20)]
-        return left.pop(0) if len(left) > 1 else left[0]
+        found = left.pop(0) if len(left) > 1 else left[0]
+        if every_size:
+            return found
+        return {"seconds": {size: found["seconds"][size] for size in (SMALL_BYTES[0], LARGE_BYTES[0])}}
 
-    def search(self, **options: Any) -> tuple[Link, int]:
-        return search(CANDIDATES, self, 4, clock=lambda: self.now_s, **options)
+    def search(self) -> tuple[Link, int]:
+        return search(CANDIDATES, self, 4, lambda: self.now_s)
 
 
 def test_the_fastest_setting_wins_once_it_is_confirmed() -> None:
@@ -97,15 +103,19 @@ def test_the_bucket_shrinks_only_where_its_bytes_are_faster() -> None:
 def test_small_messages_take_a_tree_where_it_is_faster() -> None:
     assert Bench([figures(10, 0.18, 0.07)]).search()[0].small_algo == "tree"
     assert Bench([figures(10, 0.18, 0.175)]).search()[0].small_algo is None
-    assert Bench([figures(10, 0.18, 0.07)]).search(may_tree=False)[0].small_algo is None
+    with_algo = {"seconds": figures(10)["seconds"]}  # the user's
+    assert Bench([with_algo]).search()[0].small_algo is None
 
 
 def test_the_search_ends_in_time() -> None:
     bench = Bench([figures(14)], {0: [figures(10)]})
-    bench.each_s = LIMIT_S / 6
+    bench.each_s = LIMIT_S / 4.5
     link, num_left = bench.search()
-    assert bench.seen == [-1, 0, 1, 2, -1, 0]
-    assert (link.variables, num_left) == (BEST, 2)
+    assert bench.seen == [-1, 0, 1, -1, 0]
+    assert (link.variables, num_left) == (BEST, 3)
+    bench = Bench([figures(14)], {0: [figures(10)]})
+    bench.each_s = LIMIT_S / 2
+    assert bench.search() == (Link(world_size=4, bucket_s=0.014, default_s=0.014), 5)
 
 
 def test_a_slow_link_gets_fewer_calls() -> None:
@@ -116,8 +126,8 @@ def test_a_slow_link_gets_fewer_calls() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("STORMO_DATA", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "links"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "stormo" / "links"
 
 
 Run = Callable[..., list[tuple[Link, str]]]
@@ -179,8 +189,6 @@ def test_another_job_is_measured_anew(run: Run, tmp_path: Path, cache: Path) -> 
         before = len(list(cache.iterdir()))
         run(size=1, **changed)
         assert len(list(cache.iterdir())) == before + 1
-    run(size=1, variables={"NCCL_HOSTID": "a-1"})  # says nothing of the link
-    assert len(list(cache.iterdir())) == 5
 
 
 def test_a_damaged_cache_is_replaced(run: Run, cache: Path) -> None:
@@ -261,3 +269,54 @@ def test_the_library_is_the_one_that_torch_has_loaded(tmp_path: Path) -> None:
     line = "7f00-7f01 r-xp 00000000 08:01 42   /venv/nvidia/nccl/lib/libnccl.so.2\n"
     (tmp_path / "maps").write_text(f"7e00-7e01 r-xp 00000000 00:00 0\n{line}")
     assert nccl_library(tmp_path / "maps") == "/venv/nvidia/nccl/lib/libnccl.so.2"
+
+
+def _joined(world: World) -> tuple[dict[str, str | None], Link | None]:
+    """What NCCL finds in the environment of a worker whose user has set one of the variables."""
+    os.environ["NCCL_SOCKET_NTHREADS"] = "3"
+    link = Link(world_size=1, variables=BEST)
+    joined = World(alone(), torch.device("cpu"), needs_group=True, choose_link=lambda: link)
+    try:
+        return {name: os.environ.pop(name, None) for name in BEST}, joined.link
+    finally:
+        joined.close()
+
+
+def test_nccl_is_told_before_the_workers_join(run_ranks: Callable[..., list[Any]]) -> None:
+    ((told, link),) = run_ranks(_joined, 1)
+    assert told == BEST | {"NCCL_SOCKET_NTHREADS": "3"}
+    assert link == Link(world_size=1, variables=BEST)
+
+
+TASK = str(Path(__file__).parents[1] / "tiny_task.py")
+FLAGS = "--num-gpus 2 --global-batch-size 64 --target-accuracy 2 --no-tensorboard --run-name tuned"
+
+
+@pytest.mark.gpu
+@pytest.mark.slices(2)
+def test_a_training_on_slices_is_tuned_and_a_resume_takes_it_over(tmp_path: Path) -> None:
+    def train(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "stormo", "train", TASK, *FLAGS.split(), *words],
+            cwd=tmp_path,
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = train("--epochs", "1")
+    assert "The link was measured in " in first
+    summary = tmp_path / "runs" / "tuned" / "summary.json"
+    found = Link.read(json.loads(summary.read_text())["link"])
+    assert found.world_size == 2
+    assert found.default_s is not None
+    assert found.bucket_s is not None
+    assert found.bucket_s <= found.default_s
+    (file,) = (tmp_path / "stormo" / "links").iterdir()
+    assert Link.read(json.loads(file.read_text())["link"]) == found
+    assert "The link is set as when the run began" in train("--epochs", "2", "--resume")
+    assert Link.read(json.loads(summary.read_text())["link"]) == found
