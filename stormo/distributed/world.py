@@ -92,6 +92,9 @@ class World:
     def _join(self, backend: str, timeout: timedelta) -> None:
         # CPU tensors always use Gloo, so that counters and votes never wait for a GPU.
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        if backend == "nccl" and "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ:  # a user who wants the dump gets it
+            for name, value in _WATCHDOG.items():
+                os.environ.setdefault(name, value)
         # Gloo would listen at the address of the host's name, which is often a loopback address or none.
         interface = (
             "lo"
@@ -102,9 +105,6 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self.rank_info.all_on_this_host:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        if backend == "nccl" and "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ:  # a user who wants the dump gets it
-            for name, value in _WATCHDOG.items():
-                os.environ.setdefault(name, value)
         with within(timeout):
             dist.init_process_group(
                 backends,
