@@ -1,8 +1,8 @@
 """A pool of ranks for benchmarks that look inside the workers of many small runs: each has imported torch once.
 
 `RankPool().run(function, size, *arguments)` calls `function(world, *arguments)` in `size` processes that share a Gloo
-group, and returns what they return, in the order of ranks. The function is one of a module. With `environments`, one
-for each rank, the ranks share an NCCL group instead, and rank i has the one GPU that its environment shows.
+group, and returns what they return, in the order of ranks. The function is one of a module. Each rank may get variables
+of its own. Where these show it a GPU, the ranks share an NCCL group instead.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _start(environment: Mapping[str, str] | None) -> tuple[Any, Connection]:
 def _serve(connection: Connection, environment: Mapping[str, str] | None) -> None:
     import gc
 
-    os.environ.update(environment or {})  # before CUDA and NCCL read it
+    environment = environment or {}
+    os.environ.update(environment)  # before CUDA and NCCL read it
 
     import torch
 
@@ -121,7 +122,7 @@ def _serve(connection: Connection, environment: Mapping[str, str] | None) -> Non
             return
         rank, size, port, timeout_s, function, arguments = job
         try:
-            world = _join(rank, size, port, timeout_s, "cpu" if environment is None else "cuda:0")
+            world = _join(rank, size, port, timeout_s, "cuda:0" if "CUDA_VISIBLE_DEVICES" in environment else "cpu")
             answer = function(world, *arguments)
             world.close()
         except BaseException:

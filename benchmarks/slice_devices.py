@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MIG_ENABLED = 1
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as under torchrun
 _LINK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
@@ -32,13 +33,14 @@ class Devices:
     def of_rank(self, rank: int) -> dict[str, str]:
         """The variables of a rank that has one slice; NCCL takes the ranks for ranks of several hosts."""
         if self.device == "cpu":
-            return {"OMP_NUM_THREADS": "1"}
-        return {**_LINK, "CUDA_VISIBLE_DEVICES": self.uuids[rank], "NCCL_HOSTID": f"slice-{rank}"}
+            return _ONE_THREAD
+        own = {"CUDA_VISIBLE_DEVICES": self.uuids[rank], "NCCL_HOSTID": f"slice-{rank}"}
+        return {**_ONE_THREAD, **_LINK, **own}
 
     def of_command(self) -> dict[str, str]:
         """The variables of a `stormo train` that starts its workers on all of these."""
         if self.device == "cpu":
-            return {"OMP_NUM_THREADS": "1"}
+            return _ONE_THREAD
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.uuids)}
 
 

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 PACKAGES = {"accelerate": ("accelerate",), "lightning": ("lightning.pytorch", "pytorch_lightning")}
+FIGURE = "images_per_s"
 EPOCHS = 2
 _LOADER_PROCESSES = 3
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
@@ -246,10 +247,11 @@ def main() -> None:
     job = Job(options)
     images_per_s = SIDES[options.side](job)
     if job.rank == 0:
-        print(json.dumps({"images_per_s": images_per_s}), flush=True)
+        print(json.dumps({FIGURE: images_per_s}), flush=True)
     import torch.distributed as dist
 
-    dist.destroy_process_group()
+    if dist.is_initialized():  # Lightning may have left it
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

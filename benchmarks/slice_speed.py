@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.command import aligned, free_port, torchrun_variables, train_command
 from benchmarks.slice_devices import Devices
-from benchmarks.slice_peers import PACKAGES, package_of
+from benchmarks.slice_peers import FIGURE, PACKAGES, package_of
 
 SIDES = ("stormo", "plain", "same link", "accelerate", "lightning", "stormo fsdp", "plain fsdp", "stormo sync norm")
 _PEERS = {"plain": "plain", "same link": "plain", "plain fsdp": "fsdp", "accelerate": "accelerate"}
@@ -150,7 +150,8 @@ class SpeedStage:
             places = torchrun_variables(rank, size, port, num_nodes=size)
             started.append(_start(command, {**places, **devices.of_rank(rank), **link}, output))
         _finish(started)
-        return float(json.loads(outputs[0].read_text(encoding="utf-8").splitlines()[-1])["images_per_s"])
+        printed = [line for line in outputs[0].read_text(encoding="utf-8").splitlines() if FIGURE in line]
+        return float(json.loads(printed[-1])[FIGURE])
 
 
 def recorded_link(run_folder: Path) -> dict[str, str] | None:

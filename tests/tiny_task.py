@@ -118,6 +118,13 @@ def _raise() -> None:
     raise ValueError("the tiny task fails on purpose")
 
 
+def _sum_alone() -> float:
+    """A collective that the other ranks do not make, too large to end with what they send in theirs."""
+    alone = torch.ones(2**22, device="cuda")
+    dist.all_reduce(alone)
+    return alone.sum().item()
+
+
 def _kill_job() -> None:
     os.kill(_job(), signal.SIGKILL)
     time.sleep(60)  # the kernel ends this worker when its agent is gone; until then it must not take another step
@@ -128,6 +135,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "memory": lambda: _fill_memory(10**6 + 1),
     "exit": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),  # this worker alone
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "collective": lambda: print(_sum_alone(), file=sys.stderr),
     "kill-job": _kill_job,
     "term-job": lambda: os.kill(_job(), signal.SIGTERM),
     "usr1-job": lambda: os.kill(_job(), signal.SIGUSR1),

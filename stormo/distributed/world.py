@@ -35,6 +35,13 @@ _COALESCED_BYTES = 2**25  # of small tensors that are sent as one message
 _LONG_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead worker ends the job by other means
 _MANY_WORKERS = 128  # from here on, an all-reduce round a ring of all workers takes too long for a vote
 _RELEASE_S = 0.05
+# NCCL's watchdog first waits four times this long for a dump of its last collectives, which nobody reads here. In these
+# 6 s the launcher finds the cause and ends the process; else the watchdog does, with its trace.
+_WATCHDOG = {
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1500",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
+}
 Levels = tuple[dist.ProcessGroup, dist.ProcessGroup]  # its neighbours, and their counterparts elsewhere
 
 
@@ -94,6 +101,9 @@ class World:
     def _join(self, backend: str, timeout: timedelta) -> None:
         # CPU tensors always use Gloo, so that counters and votes never wait for a GPU.
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        if backend == "nccl" and "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ:  # a user who wants the dump gets it
+            for name, value in _WATCHDOG.items():
+                os.environ.setdefault(name, value)
         # Gloo would listen at the address of the host's name, which is often a loopback address or none.
         interface = (
             "lo"

@@ -26,6 +26,7 @@ from stormo.launch.failure import (
     of_exit_before_world,
     of_signal,
     of_stop,
+    of_watchdog,
 )
 from stormo.launch.output import LogMultiplexer, Stream
 from stormo.launch.rank_info import host_name
@@ -156,9 +157,16 @@ class WorkerFailures(FailureCollector):
         elif -code in self.forwarded:
             self.add(of_stop(-code, rank=rank, host=host), rank=rank)
         elif code < 0:
-            self.add(of_signal(-code, rank=rank, host=host), rank=rank, severity=severity_of(code))
+            complaint = self._watchdog_complaint(worker) if code == -signal.SIGABRT else None
+            failure = complaint or of_signal(-code, rank=rank, host=host)
+            self.add(failure, rank=rank, severity=severity_of(code))
         else:
             self.add(of_exit(code, rank=rank, host=host, keeps_code=self._timeouts.runs_script), rank=rank)
+
+    def _watchdog_complaint(self, worker: Worker) -> Failure | None:
+        self._workers.read_last_output(worker)
+        worker.failure = of_watchdog(self._log.last_lines(worker.rank), rank=worker.rank, host=self._host)
+        return worker.failure
 
     def _check_exits_before_world(self) -> None:
         """Add a worker that exited cleanly without stormo.World() while another one is inside it: all must join.

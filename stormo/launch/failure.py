@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
-from stormo.launch.torch_errors import PeerLoss, peer_loss
+from stormo.launch.torch_errors import PeerLoss, loss_in, peer_loss, without_frames
 from stormo.system import files
 
 MAX_DETAILS_CHARACTERS = 24_000
@@ -82,6 +82,7 @@ class Failure:
 
     def with_last_lines(self, lines: str) -> Failure:
         """With what the rank wrote last."""
+        lines = without_frames(lines)
         if not lines.strip():
             return self
         lines = printable(lines, MAX_DETAILS_CHARACTERS - len(self.details) - 100)
@@ -104,7 +105,7 @@ def of_exception(error: BaseException, *, rank: int, host: str, secondary: bool)
         first_line = next(iter(_text(error).splitlines()), "")
         summary = printable(f"{_name(error)}: {first_line}" if first_line else _name(error), _MAX_SENTENCE_CHARACTERS)
         lines = traceback.format_exception(error)
-        details = printable("".join(lines), MAX_DETAILS_CHARACTERS)
+        details = printable(without_frames("".join(lines)), MAX_DETAILS_CHARACTERS)
     return Failure(
         kind="exception",
         who=who,
@@ -122,6 +123,23 @@ def of_signal(number: int, *, rank: int, host: str) -> Failure:
     what = f"was killed by {signal_name(number)} (signal {number})"
     details = f"{OUT_OF_MEMORY.capitalize()}.\n" if number == signal.SIGKILL else ""
     return Failure(kind="signal", who=f"rank {rank}", host=host, what=what, details=details)
+
+
+def of_watchdog(lines: str, *, rank: int, host: str) -> Failure | None:
+    """The complaint of a rank that NCCL's watchdog ended since it misses another one; None if it did not."""
+    loss = loss_in(lines)
+    if loss is None:
+        return None
+    what = "lost another worker" if loss.waited_s is None else f"waited {loss.waited_s:g} s for another worker"
+    return Failure(
+        kind="exception",
+        who=f"rank {rank}",
+        host=host,
+        what=f"was ended by NCCL's watchdog: it {what}",
+        secondary=True,
+        rank=rank,
+        loss=loss,
+    )
 
 
 def of_exit(code: int, *, rank: int, host: str, keeps_code: bool = False) -> Failure:

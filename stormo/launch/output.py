@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from stormo.launch.failure import Failure
+from stormo.launch.torch_errors import is_native_trace, wants_native_traces
 
 STDOUT, STDERR = 1, 2
 _MAX_LINE_BYTES = 64 * 1024
@@ -26,6 +27,7 @@ PREFIX = "stormo: "  # of the launcher's messages
 # process that has loaded torch.
 _USAGE = re.compile(rb"(?:\[rank \d+\] )?usage: .*\[", re.IGNORECASE)  # [-h], [OPTIONS]
 _USAGE_HOLD_S = 5.0
+_TRACE_HOLD_S = 5.0  # for another node to report the cause of a trace
 
 
 class LineBuffer:
@@ -124,8 +126,9 @@ class LogMultiplexer:
         if stream.target_fd == STDOUT:
             write_all(STDOUT, b"".join(lines))
         elif not self._cause_shown:  # afterwards only consequences come
-            hold_s = max(self._hold_s, _USAGE_HOLD_S if any(map(_USAGE.match, lines)) else 0.0)
-            until = time.monotonic() + hold_s
+            usage_s = _USAGE_HOLD_S if any(map(_USAGE.match, lines)) else 0.0
+            trace_s = _TRACE_HOLD_S if any(map(is_native_trace, lines)) else 0.0
+            until = time.monotonic() + max(self._hold_s, usage_s, trace_s)
             self._held.extend((until, stream.rank, line) for line in lines)
 
     def show_held_lines(self, *, at_once: bool = False) -> None:
@@ -147,8 +150,10 @@ class LogMultiplexer:
         if os.isatty(STDOUT):
             # Rank 0 may have been killed while it drew its progress: show the cursor, begin a new line.
             write_all(STDOUT, b"\x1b[?25h\n")
-        lines = b"".join(line for _, rank, line in self._held if and_lines_of(rank))
-        write_all(STDERR, failure.text().encode() + lines)
+        lines = [line for _, rank, line in self._held if and_lines_of(rank)]
+        if not wants_native_traces():
+            lines = [line for line in lines if not is_native_trace(line)]
+        write_all(STDERR, failure.text().encode() + b"".join(lines))
         self._held.clear()
         self._cause_shown = True
 

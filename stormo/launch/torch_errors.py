@@ -5,6 +5,7 @@ No other file matches such texts. The tests provoke each error; those of NCCL an
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -43,6 +44,11 @@ _GONE = [
         r"NCCL communicator was aborted",
     )
 ]
+# What NCCL's watchdog writes of a collective before it ends its process.
+_COLLECTIVE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
+# Traces of C++ code: of the watchdog, of an exception that nobody caught, and the frames below either.
+_NATIVE = re.compile(rb"ProcessGroupNCCL|terminate called |  what\(\):  |Exception raised from |frame #\d+: ")
+_FRAMES = re.compile(r"^(?:\[rank \d+\] )?(?:Exception raised from .*|frame #\d+: .*)\n?", re.MULTILINE)
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
 # cuDNN says so when no algorithm's workspace can be had, but also when it has no algorithm at all.
 _PERHAPS_OUT_OF_MEMORY = ("unable to find an engine to execute this computation", "CUDNN_STATUS_NOT_SUPPORTED")
@@ -66,12 +72,36 @@ def peer_loss(error: BaseException) -> PeerLoss | None:
         return known
     if not isinstance(error, RuntimeError):  # as those of torch.distributed are
         return None
-    text = str(error)
+    return PeerLoss() if is_file_store_timeout(error) else loss_in(str(error))
+
+
+def loss_in(text: str) -> PeerLoss | None:
+    """The loss of a peer that a text reports: of an error, or what a process wrote before NCCL's watchdog ended it."""
     for pattern, unit_s in _TIMED_OUT:
         if found := pattern.search(text):
-            return PeerLoss(waited_s=int(found[1]) * unit_s)
-    is_gone = is_file_store_timeout(error) or any(pattern.search(text) for pattern in _GONE)
-    return PeerLoss() if is_gone else None
+            waited_s = int(found[1]) * unit_s
+            return PeerLoss(waited_s=waited_s if waited_s < 1 else round(waited_s, 1), at=_collective(text))
+    return PeerLoss() if any(pattern.search(text) for pattern in _GONE) else None
+
+
+def _collective(text: str) -> str:
+    found = _COLLECTIVE.search(text)
+    return "" if found is None else f"{found[2].lower()} of {found[3]} elements, number {found[1]} of NCCL"
+
+
+def is_native_trace(line: bytes) -> bool:
+    """Whether a line belongs to the trace of C++ code, which often comes before its cause is known."""
+    return _NATIVE.search(line) is not None
+
+
+def wants_native_traces() -> bool:
+    """Whether the user has asked torch for the traces of C++ code."""
+    return os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1"
+
+
+def without_frames(text: str) -> str:
+    """Without the frames of C++ code, unless they are wanted."""
+    return text if wants_native_traces() else _FRAMES.sub("", text)
 
 
 def is_file_store_timeout(error: RuntimeError) -> bool:

@@ -24,7 +24,7 @@ from stormo.launch.root_cause import SettleTimes
 from stormo.system.hardware import num_cores
 from stormo.system.process import process_stat, process_state
 
-_REAP_S = 5.0  # for the kernel to end what was killed
+_REAP_S = 15.0  # for the kernel to end what was killed; a GPU's driver takes seconds to free its memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +231,10 @@ class WorkerGroup:
             if stream.closed:
                 self._selector.unregister(stream)
 
+    def read_last_output(self, worker: Worker) -> None:
+        """Read what an exited worker left in its pipes."""
+        read_rest(worker.streams, self.read_output)
+
     def send_signal(self, number: int) -> None:
         """Send a signal to every worker."""
         for worker in self._workers:
@@ -246,12 +250,11 @@ class WorkerGroup:
         """Leave no process behind, whatever happened, and no line unshown."""
         for worker in self._workers:
             worker.kill()
-        deadline = time.monotonic() + self._timeouts.leftover_s
-        while time.monotonic() < deadline and any(worker.has_helpers() for worker in self._workers):
-            time.sleep(0.02)
+        self._wait_for_helpers(time.monotonic() + self._timeouts.leftover_s)
         for worker in self._workers:
             worker.kill_group()
         deadline = time.monotonic() + _REAP_S
+        self._wait_for_helpers(deadline)
         for worker in self._workers:
             if not worker.reap(max(0.1, deadline - time.monotonic())):
                 self._log.say(f"rank {worker.rank} (pid {worker.pid}) could not be ended: {worker.state()}")
@@ -261,6 +264,10 @@ class WorkerGroup:
         self._log.show_held_lines(at_once=True)
         for worker in self._workers:
             worker.close()
+
+    def _wait_for_helpers(self, deadline: float) -> None:
+        while time.monotonic() < deadline and any(worker.has_helpers() for worker in self._workers):
+            time.sleep(0.02)
 
     def _streams(self) -> list[Stream]:
         return [stream for worker in self._workers for stream in worker.streams]

@@ -25,6 +25,10 @@ def sum_of_ranks(world: World) -> tuple[int, float, int]:
     return world.rank, float(world.sum(torch.tensor(world.rank + 1.0))), os.getpid()
 
 
+def variable(world: World) -> tuple[str, str]:
+    return os.environ["BENCHMARK_RANK"], world.device.type
+
+
 def fail_alone(world: World) -> None:
     if world.rank == 1:
         raise ValueError("this one cannot")
@@ -35,6 +39,11 @@ def test_ranks_work_together_and_stay(pool: RankPool) -> None:
     first, second = pool.run(sum_of_ranks, 2), pool.run(sum_of_ranks, 2)
     assert [(rank, total) for rank, total, _ in first] == [(0, 3.0), (1, 3.0)]
     assert first == second
+
+
+def test_ranks_have_variables_of_their_own() -> None:
+    with RankPool(environments=[{"BENCHMARK_RANK": "first"}, {"BENCHMARK_RANK": "second"}]) as pool:
+        assert pool.run(variable, 2) == [("first", "cpu"), ("second", "cpu")]
 
 
 def test_ranks_with_too_many_threads_are_renewed(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:

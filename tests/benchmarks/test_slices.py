@@ -61,6 +61,7 @@ def test_ranks_get_a_slice_and_a_host_of_their_own(monkeypatch: pytest.MonkeyPat
     assert found.uuids == tuple(f"MIG-{index}" for index in range(7))
     assert found.machine.startswith("7 × NVIDIA H200 MIG 1g.18gb, ")
     assert found.take(4, 2).of_rank(1) == {
+        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "MIG-5",
         "NCCL_HOSTID": "slice-1",
         "NCCL_SOCKET_IFNAME": "lo",

@@ -97,6 +97,57 @@ def test_a_killed_rank_is_named_with_its_signal_and_its_last_lines(start_agent: 
     assert "line 9\n" not in report  # 20 lines are enough
 
 
+def _watchdog(collective: str, then: str) -> list[list[Any]]:
+    """What NCCL's watchdog does to its process, as torch 2.11 writes it."""
+    text = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 0] Process group "
+    text += f"watchdog thread terminated with exception: {collective}{then}\nException raised from checkTimeout at "
+    text += "/pytorch/ProcessGroupNCCL.cpp:700 (most recent call first):\nframe #0: c10::Error::Error + 0x57\n"
+    return [["err", text], ["kill", signal.SIGABRT]]
+
+
+def _timeout(number: int, collective: str, num_elements: int) -> list[list[Any]]:
+    work = f"WorkNCCL(SeqNum={number}, OpType={collective}, NumelIn={num_elements}, NumelOut=1, Timeout(ms)=20000)"
+    then = " ran for 20011 milliseconds before timing out."
+    return _watchdog(f"Watchdog caught collective operation timeout: {work}", then)
+
+
+def test_a_killed_rank_is_named_and_not_those_that_the_watchdog_of_nccl_ends(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    aborts = str(tmp_path / "aborts")
+    lost = _watchdog("NCCL error: remote process exited or there was a network error, NCCL version 2.28.9", "")
+    scenario = {"0": [*lost[:1], ["touch", aborts], *lost[1:]], "1": [["wait for", aborts], ["sleep", 0.5]]}
+    scenario["1"].append(["kill", signal.SIGKILL])
+    job = start_agent(scenario)
+    assert job.wait() == 1
+    assert first_line(job).startswith("stormo: rank 1 on host ")
+    assert first_line(job).endswith("was killed by SIGKILL (signal 9)")
+    assert "watchdog" not in job.err
+
+
+def test_a_rank_that_keeps_nccl_waiting_is_named(start_agent: StartAgent) -> None:
+    job = start_agent(
+        {"0": _timeout(12, "ALLREDUCE", 80), "1": [["step", 4], *FOREVER]}, timeouts={"settle": {"secondary_s": 0.5}}
+    )
+    assert job.wait() == 1
+    assert first_line(job).startswith("stormo: rank 1 on host ")
+    assert "within 20 s to where rank 0 waits: allreduce of 80 elements, number 12 of NCCL; rank 1 (pid" in job.err
+    assert "frame #" not in job.err
+
+
+def test_ranks_in_different_collectives_of_nccl_are_named_with_them(start_agent: StartAgent) -> None:
+    job = start_agent(
+        {"0": _timeout(12, "ALLREDUCE", 80), "1": _timeout(12, "BROADCAST", 1), "2": _timeout(12, "ALLREDUCE", 80)},
+        node={"num_workers": 3},
+    )
+    assert job.wait() == 1
+    assert first_line(job).startswith("stormo: rank 1 on host ")
+    assert "waited 20 s at: broadcast of 1 elements, number 12 of NCCL; ranks 0, 2 at: allreduce of 80" in first_line(
+        job
+    )
+    assert "let every worker make the same calls" in first_line(job)
+
+
 def test_all_lines_of_a_burst_before_a_crash_are_kept(start_agent: StartAgent) -> None:
     burst = "".join(f"frame {number}\n" for number in range(60))
     job = start_agent({"1": [["err", burst + "no line end"], ["kill", signal.SIGSEGV]], "0": FOREVER})

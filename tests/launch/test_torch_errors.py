@@ -25,12 +25,14 @@ from stormo.errors import StormoError
 from stormo.launch.torch_errors import (
     PeerLoss,
     is_file_store_timeout,
+    is_native_trace,
     is_out_of_memory,
     is_single_value_per_channel,
     is_synchronizing_capture,
     peer_loss,
     task_mistake,
     unreduced_parameters,
+    without_frames,
 )
 from tests.programs import fork, free_port
 
@@ -184,13 +186,34 @@ _INVALID = "invalid usage (run with NCCL_DEBUG=WARN for details)"
         pytest.param(
             "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE, NumelIn=1, "
             "NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out.",
-            PeerLoss(waited_s=600.029),
+            PeerLoss(waited_s=600.0, at="allreduce of 1 elements, number 6 of NCCL"),
             id="watchdog",
         ),
     ],
 )
 def test_what_nccl_says(text: str, found: PeerLoss | None) -> None:
     assert peer_loss(dist.DistBackendError(text)) == found
+
+
+_TRACE = """[rank2]:[E810 03:05:11.149121725 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 2] Process
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 2] Process group watchdog thread terminated with exception: NCCL error
+Exception raised from checkForNCCLErrorsInternal at /pytorch/ProcessGroupNCCL.cpp:2363 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x57 (0x14fc4da49897 in /x/libc10.so)
+frame #11: <unknown function> + 0x94ac3 (0x7697b9204ac3 in /lib/x86_64-linux-gnu/libc.so.6)
+"""
+
+
+def test_traces_of_native_code_are_known_and_their_frames_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_SHOW_CPP_STACKTRACES", raising=False)
+    lines = _TRACE.splitlines(keepends=True)
+    assert all(is_native_trace(line.encode()) for line in lines)
+    assert not is_native_trace(b"ValueError: a frame is missing\n")
+    assert without_frames(_TRACE + "last\n") == "".join(lines[:3]) + "last\n"
+    named = "".join(f"[rank 2] {line}" for line in lines)
+    assert without_frames(named) == "".join(f"[rank 2] {line}" for line in lines[:3])
+    monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")
+    assert without_frames(_TRACE) == _TRACE
 
 
 def test_errors_of_the_user_are_causes_whatever_they_say() -> None:
