@@ -49,7 +49,7 @@ def cut_h200(number: int = 0, num_slices: int = 7) -> Card:
     return Card(
         f"GPU-{number}",
         instances=[*slices, *[None] * (7 - num_slices)],
-        tells={"cores": 16896, "capability": (9, 0), "profiles": H200_PROFILES},
+        tells={"capability": (9, 0), "profiles": H200_PROFILES},
     )
 
 
@@ -121,9 +121,6 @@ class FakeNvml:
 
     def nvmlDeviceGetAttributes(self, card: Card) -> Any:  # noqa: N802
         return SimpleNamespace(multiprocessorCount=card["multiprocessors"], memorySizeMB=card["memory_mb"])
-
-    def nvmlDeviceGetNumGpuCores(self, card: Card) -> Any:  # noqa: N802
-        return card["cores"]
 
     def nvmlDeviceGetCudaComputeCapability(self, card: Card) -> Any:  # noqa: N802
         return card["capability"]

@@ -14,7 +14,7 @@ from stormo.config.plan.choices import peak_flops
 from stormo.errors import SettingError
 from stormo.system import hardware
 from stormo.system.hardware import NODE_SLICES, Gpu, peaks_of, visible_gpus, visible_slices, why_no_gpu
-from tests.fake_nvml import Card, FakeNvml, NVMLError, cut_h200
+from tests.fake_nvml import Card, FakeNvml, cut_h200
 from tests.test_hardware import Driver, install_driver
 
 SEVEN = [f"MIG-0{index}" for index in range(7)]
@@ -81,16 +81,9 @@ def test_a_slice_knows_its_gpu_and_its_share(monkeypatch: pytest.MonkeyPatch) ->
     assert peaks_of(found) == pytest.approx(tuple(peak * 16 / 132 for peak in (989.0, 494.0, 67.0)))
 
 
-def test_the_share_counts_the_cores_of_an_a100_as_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    slice_ = Card("MIG-a", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", tells={"multiprocessors": 14, "memory_mb": 4864})
-    card = Card("GPU-a", "NVIDIA A100-SXM4-40GB", [slice_], tells={"cores": 6912, "capability": (8, 0)})
-    _install(monkeypatch, [card])
-    assert visible_gpus()[0].share == pytest.approx(14 / 108)
-
-
 def test_without_a_share_there_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     card = cut_h200(num_slices=1)
-    card.tells["cores"] = NVMLError("Not Supported")
+    card.tells["profiles"] = {}
     _install(monkeypatch, [card])
     assert visible_gpus()[0].share is None
     assert peaks_of(visible_gpus()[0]) is None

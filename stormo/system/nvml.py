@@ -158,11 +158,8 @@ class Device:
         """The share of a MIG instance in the multiprocessors of its GPU; 1 for a whole GPU."""
         if self.parent_uuid is None:
             return 1.0
-        own, capability = self.slice_attributes(), self.capability()
-        num_cores = self._ask("share", self._whole, "nvmlDeviceGetNumGpuCores")
-        if own is None or capability is None or not num_cores:
-            return None
-        return float(own[0] * _cores_per_multiprocessor(capability) / num_cores)
+        own, whole = self.slice_attributes(), max((one.multiprocessors for one in self.profiles()), default=0)
+        return own[0] / whole if own is not None and whole else None
 
     def why_not(self, method_name: str) -> str:
         """Why the last call of that method gave None; empty where it gave a value or was never called."""
@@ -280,11 +277,6 @@ def open_nvml(load: Callable[[str], Any] = importlib.import_module) -> Nvml:
 def bare_uuid(uuid: str) -> str:
     """A UUID as torch prints it, without NVML's prefix."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
-
-
-def _cores_per_multiprocessor(capability: tuple[int, int]) -> int:
-    """Of the GPUs that can be split: NVML counts cores of a GPU, and multiprocessors of an instance."""
-    return 64 if capability == (8, 0) else 128
 
 
 def _find(entry: str, physical: Sequence[Device], instances: Sequence[Device]) -> list[Device]:
