@@ -73,6 +73,7 @@ def test_a_slice_knows_its_gpu_and_its_share(monkeypatch: pytest.MonkeyPatch) ->
         name="NVIDIA H200 MIG 1g.18gb",
         memory_bytes=16 * 2**30,
         capability=(9, 0),
+        bus_id="00000000:00:00.0",
         uuid="MIG-00",
         slice_of="GPU-0",
         share=16 / 132,
