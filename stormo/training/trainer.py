@@ -81,11 +81,9 @@ def _bind(config: TrainConfig, layout: Layout, rank_info: RankInfo) -> list[Noti
     """Bind this worker to the cores next to its GPU, and say so."""
     if not config.workers.bind or layout.devices_per_worker > 1:
         return []
-    bus_ids = [gpu.bus_id for gpu in layout.gpus]
-    text = bind_to_gpu(bus_ids, rank_info.local_rank, rank_info.local_size)
-    return (
-        [] if text is None else [Notice(kind="info", text=f"rank {rank_info.rank} is {text}; --no-bind turns it off")]
-    )
+    bound = bind_to_gpu([gpu.bus_id for gpu in layout.gpus], rank_info.local_rank, rank_info.local_size)
+    text = f"rank {rank_info.rank} is {bound}; --no-bind turns it off"
+    return [] if bound is None else [Notice(kind="info", text=text)]
 
 
 class Trainer:
