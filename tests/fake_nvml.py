@@ -49,7 +49,7 @@ def cut_h200(number: int = 0, num_slices: int = 7) -> Card:
     return Card(
         f"GPU-{number}",
         instances=[*slices, *[None] * (7 - num_slices)],
-        tells={"capability": (9, 0), "profiles": H200_PROFILES},
+        tells={"bus": f"00000000:{number:02X}:00.0", "capability": (9, 0), "profiles": H200_PROFILES},
     )
 
 
@@ -118,6 +118,9 @@ class FakeNvml:
 
     def nvmlDeviceGetComputeRunningProcesses(self, card: Card) -> Any:  # noqa: N802
         return card["ComputeRunningProcesses"]
+
+    def nvmlDeviceGetPciInfo(self, card: Card) -> Any:  # noqa: N802
+        return SimpleNamespace(busId=card["bus"].encode())
 
     def nvmlDeviceGetAttributes(self, card: Card) -> Any:  # noqa: N802
         return SimpleNamespace(multiprocessorCount=card["multiprocessors"], memorySizeMB=card["memory_mb"])

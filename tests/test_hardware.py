@@ -30,7 +30,8 @@ class Driver:
         return self._init
 
     def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
-        assert self.is_initialised
+        if not self.is_initialised:
+            return 3  # CUDA_ERROR_NOT_INITIALIZED
         count._obj.value = len(self._cards)
         return self._count
 
@@ -47,6 +48,10 @@ class Driver:
     def cuDeviceTotalMem_v2(self, memory_bytes: Any, device: Any) -> int:  # noqa: N802
         assert isinstance(memory_bytes._obj, ctypes.c_size_t)  # 32 bits would overflow
         memory_bytes._obj.value = self._cards[device.value - 100][1]
+        return 0
+
+    def cuDeviceGetPCIBusId(self, bus_id: Any, length: int, device: Any) -> int:  # noqa: N802
+        bus_id.value = f"0000:{device.value:02x}:00.0".encode()
         return 0
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:  # noqa: N802
@@ -82,7 +87,11 @@ def test_a_driver_without_devices_shows_none(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_gpu_of_the_driver_is_described_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     install_driver(monkeypatch, Driver(_CARDS))
-    assert visible_gpus() == [Gpu(name=name, memory_bytes=size, capability=level) for name, size, level in _CARDS]
+    buses = ("0000:64:00.0", "0000:65:00.0")
+    assert visible_gpus() == [
+        Gpu(name=name, memory_bytes=size, capability=level, bus_id=bus)
+        for (name, size, level), bus in zip(_CARDS, buses, strict=True)
+    ]
 
 
 def test_number_formats_follow_the_compute_capability() -> None:

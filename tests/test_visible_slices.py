@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,18 @@ from stormo.config.layout import resolve_layout
 from stormo.config.options import make_config
 from stormo.config.plan.choices import peak_flops
 from stormo.errors import SettingError
+from stormo.launch import alone
+from stormo.launch.slices import take_slice
 from stormo.system import hardware
-from stormo.system.hardware import NODE_SLICES, Gpu, peaks_of, visible_gpus, visible_slices, why_no_gpu
+from stormo.system.hardware import (
+    NODE_SLICES,
+    Gpu,
+    cuda_has_started,
+    peaks_of,
+    visible_gpus,
+    visible_slices,
+    why_no_gpu,
+)
 from tests.fake_nvml import Card, FakeNvml, cut_h200
 from tests.test_hardware import Driver, install_driver
 
@@ -66,6 +78,29 @@ def test_a_worker_that_is_shown_its_own_slice_knows_those_of_its_node(monkeypatc
     assert [gpu.uuid for gpu in visible_gpus()] == ["MIG-01", "MIG-02"]
 
 
+def test_a_task_of_slurm_takes_one_of_the_slices_of_its_job_and_knows_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _install(monkeypatch, [cut_h200()])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-03,MIG-01")
+    for name in (NODE_SLICES, "NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    assert not cuda_has_started()
+    take_slice(replace(alone(), launcher="slurm", rank=1, world_size=2, local_rank=1, local_size=2), "auto")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-01"
+    assert [gpu.uuid for gpu in visible_gpus()] == ["MIG-03", "MIG-01"]
+    assert not cuda_has_started()
+
+
+def test_cuda_that_has_started_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_driver(monkeypatch, Driver([WHOLE]))
+    visible_gpus()
+    assert cuda_has_started()
+    install_driver(monkeypatch, None)
+    assert not cuda_has_started()
+
+
 def test_a_slice_knows_its_gpu_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, [cut_h200(num_slices=1)])
     (found,) = visible_gpus()
@@ -73,6 +108,7 @@ def test_a_slice_knows_its_gpu_and_its_share(monkeypatch: pytest.MonkeyPatch) ->
         name="NVIDIA H200 MIG 1g.18gb",
         memory_bytes=16 * 2**30,
         capability=(9, 0),
+        bus_id="00000000:00:00.0",
         uuid="MIG-00",
         slice_of="GPU-0",
         share=16 / 132,

@@ -38,8 +38,7 @@ class Layout:
     """What is known before any process starts and before the task is loaded."""
 
     device_type: str  # "cpu" or "cuda"
-    gpu: Gpu | None
-    slices: tuple[Gpu, ...]  # MIG instances of this node, of which each worker takes one; empty on whole GPUs
+    gpus: tuple[Gpu, ...]  # that are visible on this node, or slices of them; empty on CPUs
     backend: str
     strategy: str
     num_nodes: int
@@ -49,6 +48,16 @@ class Layout:
     mesh: Mesh
     zero: int  # what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
     explanation: tuple[tuple[str, str], ...]
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The first one; the others are alike."""
+        return self.gpus[0] if self.gpus else None
+
+    @property
+    def slices(self) -> tuple[Gpu, ...]:
+        """The slices (MIG instances) of which each worker takes one; empty on whole GPUs."""
+        return self.gpus if self.gpu is not None and self.gpu.slice_of else ()
 
     @property
     def spec(self) -> StrategySpec:
@@ -111,8 +120,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         total = f"{world_size} on {pluralize(num_nodes, 'node')}, {per_node} of them on this one"
     return Layout(
         device_type=device_type,
-        gpu=gpus[0] if device_type == "cuda" else None,
-        slices=slices,
+        gpus=tuple(gpus) if device_type == "cuda" else (),
         backend=backend,
         strategy=strategy,
         num_nodes=num_nodes,

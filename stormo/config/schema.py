@@ -75,6 +75,7 @@ class Workers:
     master_port: int | None = option(None, "port on node 0, 1024 to 49151; default 29500, or a free one for one node")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the workers")
     backend: Literal["auto", "nccl", "gloo"] = option("auto", "communication library")
+    bind: bool = option(True, "bind each worker to the CPU cores next to its GPU")
     timeout: float = option(600.0, "seconds a worker waits for the others before it fails")
     tune_link: bool | None = option(
         None, "try a few of NCCL's socket settings at the start, and take the fastest; default where it uses sockets"

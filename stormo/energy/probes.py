@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stormo.errors import pluralize
+from stormo.system.hardware import num_cores
 from stormo.system.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
 
 
@@ -244,7 +245,7 @@ def _zones(root: Path) -> list[_Zone]:
 
 
 def _shared() -> tuple[str, ...]:
-    own, all_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    own, all_cpus = num_cores(), os.cpu_count() or 0
     if own >= all_cpus:
         return ()
     return (f"this job may use {own} of {all_cpus} CPUs: the energy of the packages is that of all of them",)

@@ -46,9 +46,10 @@ def take_slice(info: RankInfo | None, device: str) -> None:
         return
     if cuda_has_started():
         raise SettingError(
-            f"CUDA was started before stormo.World() on a node with {pluralize(len(slices), 'slice')} of GPUs",
-            "it shows this worker the first slice from then on, as it does to every other",
-            "create stormo.World() before the first call of torch.cuda, or start the script by stormo run",
+            f"CUDA was started before this worker took one of the {pluralize(len(slices), 'slice')} of its node",
+            "it shows every worker the first of them from then on",
+            "use torch.cuda only after stormo.World(), and in a task not while it is imported; or let stormo run or "
+            "stormo train start the workers",
         )
     bind(
         os.environ,

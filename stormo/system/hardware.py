@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from stormo.system.affinity import own_cores
 from stormo.system.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
 
 _T = TypeVar("_T")
@@ -30,6 +31,7 @@ class Gpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int]  # CUDA compute capability
+    bus_id: str = ""  # its PCI address
     uuid: str = ""  # of a slice
     slice_of: str | None = None  # the physical GPU's UUID; None for a whole one
     share: float | None = 1.0  # of the physical GPU's multiprocessors; None where NVML does not tell
@@ -138,6 +140,7 @@ def _slice(device: Device) -> Gpu:
         name=device.name,
         memory_bytes=memory_bytes,
         capability=device.capability() or (8, 0),  # the first that can be cut
+        bus_id=device.bus_id() or "",
         uuid=device.uuid,
         slice_of=device.parent_uuid,
         share=device.share(),
@@ -160,21 +163,24 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
     name = ctypes.create_string_buffer(128)
     memory_bytes = ctypes.c_size_t()
     major, minor = ctypes.c_int(), ctypes.c_int()
+    bus_id = ctypes.create_string_buffer(32)
     cuda.cuDeviceGet(ctypes.byref(device), index)
     cuda.cuDeviceGetName(name, len(name), device)
     cuda.cuDeviceTotalMem_v2(ctypes.byref(memory_bytes), device)
+    cuda.cuDeviceGetPCIBusId(bus_id, len(bus_id), device)
     cuda.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_MAJOR, device)
     cuda.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_MINOR, device)
     return Gpu(
         name=name.value.decode(errors="replace"),
         memory_bytes=memory_bytes.value,
         capability=(major.value, minor.value),
+        bus_id=bus_id.value.decode(errors="replace"),
     )
 
 
 def num_cores() -> int:
     """The CPU cores this process may run on (a scheduler's or container's share, not the machine's)."""
-    return len(os.sched_getaffinity(0))
+    return len(own_cores())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

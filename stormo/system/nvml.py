@@ -144,6 +144,11 @@ class Device:
         """The processes that compute on it."""
         return [int(process.pid) for process in self._ask("pids", self._own, _RUNNING) or ()]
 
+    def bus_id(self) -> str | None:
+        """The PCI address of the physical GPU."""
+        value = self._ask("bus_id", self._whole, "nvmlDeviceGetPciInfo")
+        return None if value is None else _text(value.busId)
+
     def slice_attributes(self) -> tuple[int, int] | None:
         """Multiprocessors and bytes of memory of a MIG instance."""
         value = self._ask("slice_attributes", self._own, "nvmlDeviceGetAttributes")

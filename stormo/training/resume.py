@@ -20,7 +20,7 @@ from stormo.config.strategies import SPECS, names
 from stormo.errors import EXIT_DIVERGED, SettingError, StormoError
 from stormo.launch.environments.torchrun import launch_id
 from stormo.system.files import MASK, is_own
-from stormo.system.hardware import visible_gpus
+from stormo.system.hardware import visible_gpus, visible_slices
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary
 from stormo.telemetry.runs_folder import find_run, launched_run, list_runs
 
@@ -203,7 +203,8 @@ def _run_of_checkpoint(path: Path) -> RunFolder:
 def _kept_workers(before: Mapping[str, Any], in_file: Any, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the workers that a resume keeps: the strategy, unless it changes now, but not the devices."""
     kept = {}
-    if "num_gpus" in before and not visible_gpus():  # CPU processes were asked for
+    # CPU processes were asked for. Slices first: a rank that starts CUDA now would not get its own.
+    if "num_gpus" in before and not (visible_slices() or visible_gpus()):
         kept["num_gpus"] = before["num_gpus"]
     if before.get("tune_link") is False:  # measured now, the last bits would change
         kept["tune_link"] = False

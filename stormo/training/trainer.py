@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -32,6 +33,7 @@ from stormo.parallel.batch_size import find_micro_batch_size
 from stormo.parallel.table import strategy_class
 from stormo.profiling.ranges import record_for_nsight
 from stormo.profiling.window import ProfileWindow
+from stormo.system.affinity import bind_to_gpu
 from stormo.system.files import keep_compiled
 from stormo.system.hardware import num_cores
 from stormo.system.process import SetupTimer
@@ -63,8 +65,9 @@ def run_worker(
     setup_times = SetupTimer()
     setup_times.done("imports")
     share_cores(rank_info)
+    bound = _bind(config, layout, rank_info)
     with stop_flag(announces=rank_info.launcher == "alone", is_last=True) as flag, ExitStack() as resources:
-        trainer = Trainer(config, reporter, flag, setup_times, resources)
+        trainer = Trainer(config, reporter, flag, setup_times, resources, bound)
         try:
             trainer.setup(layout, task, rank_info, store)
             code = trainer.run()
@@ -73,6 +76,15 @@ def run_worker(
         # Only after success: nothing may delay the report of a failure, and the process ends anyway.
         trainer.close()
     return code
+
+
+def _bind(config: TrainConfig, layout: Layout, rank_info: RankInfo) -> list[Notice]:
+    """Bind this worker to the cores next to its GPU, and say so."""
+    if not config.workers.bind or layout.devices_per_worker > 1:
+        return []
+    bound = bind_to_gpu([gpu.bus_id for gpu in layout.gpus], rank_info.local_rank, rank_info.local_size)
+    text = f"rank {rank_info.rank} is {bound}; --no-bind turns it off"
+    return [] if bound is None else [Notice(kind="info", text=text)]
 
 
 class Trainer:
@@ -89,6 +101,7 @@ class Trainer:
         flag: StopFlag,
         setup_times: SetupTimer,
         resources: ExitStack,
+        notices: Sequence[Notice] = (),
     ) -> None:
         self.config = config
         self._reporter = reporter
@@ -96,7 +109,7 @@ class Trainer:
         self._setup_times = setup_times
         self._resources = resources  # closed after a failure too
         self._closing = ExitStack()  # closed after success alone
-        self._notices: list[Notice] = []  # for the run's records, once they are open
+        self._notices = list(notices)  # for the run's records, once they are open
 
     def setup(self, layout: Layout, task: Task, rank_info: RankInfo, store: Store | None) -> None:
         """Join, fetch and stage the data, resolve the plan, build, check the first batches, open the run folder."""

@@ -317,7 +317,8 @@ def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults
     assert config.run.run_name == "old"
     assert config.resumed == EFFECT
     assert {"epochs", "keep_checkpoints"} <= config.given
-    monkeypatch.setattr("stormo.training.resume.visible_gpus", lambda: [object()])
+    monkeypatch.setattr("stormo.training.resume.visible_slices", lambda: [object()])
+    monkeypatch.setattr("stormo.training.resume.visible_gpus", lambda: pytest.fail("CUDA was started too early"))
     assert read_settings(["--resume", "old"])[0].workers.num_gpus is None  # all GPUs that are there now
     assert "patience" not in config.given
     assert read_settings(["--config", file])[0].resumed is None

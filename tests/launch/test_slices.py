@@ -145,7 +145,7 @@ def test_a_slice_is_taken_once(monkeypatch: pytest.MonkeyPatch, environ: os._Env
 def test_a_script_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, environ: os._Environ[str]) -> None:
     _show(monkeypatch, slices_of("a", each=4))
     monkeypatch.setattr(slices, "cuda_has_started", lambda: True)
-    with pytest.raises(SettingError, match=r"before stormo.World\(\)"):
+    with pytest.raises(SettingError, match="CUDA was started before this worker took one of the 4 slices"):
         take_slice(_rank(1), "auto")
 
 

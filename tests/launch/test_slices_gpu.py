@@ -13,17 +13,54 @@ import pytest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slices(2)]
 _ROOT = Path(__file__).parents[2]
-_OWN = [sys.executable, "-m", "stormo", "train", "--num-gpus", "2"]
-_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "stormo", "train"]
+_STORMO = [sys.executable, "-m", "stormo"]
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+_SCRIPT = """
+import os
+import stormo
+world = stormo.World()
+import torch
+total = float(world.sum(torch.ones(1, device=world.device)))
+print("on", os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count(), total, flush=True)
+"""
 
 
-@pytest.mark.parametrize("start", [_OWN, _TORCHRUN], ids=["stormo", "torchrun"])
-def test_two_slices_train_with_nccl_and_are_named(start: list[str], tmp_path: Path) -> None:
-    run = ["--runs-folder", str(tmp_path), "--run-name", "run", "--epochs", "1"]
-    command = [*start, "tests/tiny_task.py:Tiny", "--backend", "nccl", *run]
+def _run(*words: str) -> str:
     environ = {**os.environ, "NCCL_DEBUG": "WARN"}
-    done = subprocess.run(command, cwd=_ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(words, cwd=_ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "start", [[*_STORMO, "train", "--num-gpus", "2"], [*_TORCHRUN, "-m", "stormo", "train"]], ids=["stormo", "torchrun"]
+)
+def test_two_slices_train_with_nccl_and_are_named(start: list[str], tmp_path: Path) -> None:
+    run = ("--runs-folder", str(tmp_path), "--run-name", "run", "--epochs", "1")
+    said = _run(*start, "tests/tiny_task.py:Tiny", "--backend", "nccl", *run)
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert " MIG " in summary["device"]
-    assert "2 slices" in done.stdout
+    assert "2 slices" in said
+    assert any("slices" in reason for reason in summary["energy_reasons"])
+
+
+@pytest.mark.parametrize("start", [[*_STORMO, "run", "--num-gpus", "2"], _TORCHRUN], ids=["stormo run", "torchrun"])
+def test_each_worker_of_a_script_has_a_slice_of_its_own(start: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    lines = [line.split("on ")[1].split() for line in _run(*start, str(script)).splitlines() if "on MIG-" in line]
+    assert len({line[0] for line in lines}) == 2
+    assert [line[1:] for line in lines] == [["1", "2.0"]] * 2
+
+
+def test_the_doctor_measures_slices() -> None:
+    document = json.loads(_run(*_STORMO, "doctor", "--num-gpus", "2", "--json"))
+    assert document["counts"]["error"] == 0
+    assert any("MIG" in finding["text"] for finding in document["findings"] if finding["check"] == "devices")
+
+
+def test_the_slices_are_listed() -> None:
+    (gpu, *_) = json.loads(_run(*_STORMO, "doctor", "--slices", "--json"))
+    assert gpu["mig_mode"]
+    assert len(gpu["slices"]) >= 2
+    assert gpu["profiles"]
