@@ -91,15 +91,23 @@ def _is_cut(layout: Layout) -> bool:
     return len(set(cut)) < len(cut)
 
 
+def link_before(config: TrainConfig, layout: Layout) -> Link | None:
+    """The link of the resumed run, which as many workers take over."""
+    before = config.resumed.link if config.resumed else None
+    return None if before is None or before["world_size"] != layout.world_size else Link.read(before)
+
+
 def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:
     """The line of the plan; none where NCCL is not used."""
     if layout.backend != "nccl" or layout.world_size == 1:
         return {}
-    asked, before = config.workers.tune_link, config.resumed.link if config.resumed else None
+    asked = config.workers.tune_link
     if asked is False:
         text = "NCCL's own settings (--no-tune-link)"
-    elif before is not None and before["world_size"] == layout.world_size:
+    elif link_before(config, layout) is not None:
         text = "NCCL's settings are those with which the run began"
+    elif asked is None and config.run.deterministic:
+        text = "NCCL's own settings: with --deterministic every start has the same"
     elif asked or _is_cut(layout):
         text = "NCCL's socket settings are measured at the start"
     elif layout.num_nodes > 1:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from stormo.config.layout import Layout
-from stormo.config.link import BUCKET_MIB, Link, candidates, uses_sockets
+from stormo.config.link import BUCKET_MIB, Link, candidates, link_before, uses_sockets
 from stormo.config.schema import TrainConfig
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore, Store
@@ -211,15 +211,16 @@ def choose_link(
     config: TrainConfig, layout: Layout, rank_info: RankInfo, store: Store, device: torch.device
 ) -> tuple[Link | None, str]:
     """What to tell NCCL, and a sentence on it: as the resumed run, from the cache, or measured. All ranks call it."""
-    before = config.resumed.link if config.resumed else None
-    if config.workers.tune_link is False:
+    asked, before = config.workers.tune_link, link_before(config, layout)
+    if asked is False:
         return None, ""
-    if before is not None and before["world_size"] == layout.world_size:
-        link = Link.read(before)
-        return link, f"The link is set as when the run began: {link}"
+    if before is not None:
+        return before, f"The link is set as when the run began: {before}"
+    if asked is None and config.run.deterministic:  # another start may find others faster
+        return None, ""
     group = ProbeGroup(store.signed("link"), rank_info.rank, rank_info.world_size, store.timeout)
     # Rank 0 decides for all: a node may see other network cards.
-    if not group.share("is_tuned", config.workers.tune_link or uses_sockets(layout, os.environ)):
+    if not group.share("is_tuned", asked or uses_sockets(layout, os.environ)):
         return None, ""
     library, of_a_rank = nccl_library(), "NCCL_HOSTID"
     told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_") and key != of_a_rank}
@@ -260,7 +261,7 @@ def tune(group: ProbeGroup, member: Mapping[str, Any], start: Callable[[], Probe
 def _known(members: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, str]:
     """The link where nothing need be measured; a sentence."""
     if not all(member["has_library"] for member in members):
-        return asdict(Link(world_size=len(members))), "The link is not tuned: NCCL is a part of this torch."
+        return asdict(Link(world_size=len(members))), "The link is not tuned: NCCL is a part of this torch"
     path = _cache_file(members)
     try:
         link = Link.read(read_object(path)["link"])

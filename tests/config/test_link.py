@@ -87,6 +87,11 @@ def test_the_plan_says_what_is_done() -> None:
     assert two == "NCCL's socket settings are measured at the start where there is no InfiniBand"
     assert line(gpus(), tune_link=True) == "NCCL's socket settings are measured at the start"
     assert line(gpus(num_nodes=2), tune_link=False) == "NCCL's own settings (--no-tune-link)"
+    assert (
+        line(gpus(num_nodes=2), deterministic=True)
+        == "NCCL's own settings: with --deterministic every start has the same"
+    )
+    assert line(gpus(num_nodes=2), deterministic=True, tune_link=True) == line(gpus(), tune_link=True)
     began = ResolvedBatch(global_batch_size=8, learning_rate=1.0, warmup_start=1.0, link={"world_size": 4})
     assert "with which the run began" in link_line(replace(configured(), resumed=began), gpus())["link"]
     assert link_line(replace(configured(), resumed=began), gpus(num_nodes=2)) == {"link": two}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from stormo.config.layout import Launched, resolve_layout
 from stormo.config.link import CANDIDATES, Link
-from stormo.config.schema import ResolvedBatch, TrainConfig, Workers
+from stormo.config.schema import ResolvedBatch, Run, TrainConfig, Workers
 from stormo.distributed.link_tuning import LIMIT_S, Figures, Probe, ProbeGroup, choose_link, nccl_library, search, tune
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore
@@ -115,7 +115,8 @@ def test_the_search_ends_in_time() -> None:
     assert (link.variables, num_left) == (BEST, 3)
     bench = Bench([figures(14)], {0: [figures(10)]})
     bench.each_s = LIMIT_S / 2
-    assert bench.search() == (Link(world_size=4, bucket_s=0.014, default_s=0.014), 5)
+    link, num_left = bench.search()
+    assert (link.variables, num_left, bench.seen) == ({}, 5, [-1, -1])
 
 
 def test_a_slow_link_gets_fewer_calls() -> None:
@@ -130,11 +131,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "stormo" / "links"
 
 
-Run = Callable[..., list[tuple[Link, str]]]
+Tuned = Callable[..., list[tuple[Link, str]]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, cache: Path) -> Run:
+def run(tmp_path: Path, cache: Path) -> Tuned:
     """Tune with real probes, whose figures are made up; ranks are threads."""
 
     def tuned(size: int = 3, fault: str = "", faulty: int = -1, **member: Any) -> list[tuple[Link, str]]:
@@ -159,7 +160,7 @@ def measured(folder: Path) -> list[list[str]]:
     return [file.read_text().splitlines() for file in sorted(folder.glob("rank-*"))]
 
 
-def test_ranks_measure_together_and_agree(run: Run, tmp_path: Path, cache: Path) -> None:
+def test_ranks_measure_together_and_agree(run: Tuned, tmp_path: Path, cache: Path) -> None:
     (link, text), *others = run()
     assert link.variables == BEST
     assert (link.world_size, link.small_algo, link.bucket_mb) == (3, "tree", None)
@@ -178,7 +179,7 @@ def test_ranks_measure_together_and_agree(run: Run, tmp_path: Path, cache: Path)
     assert measured(tmp_path) == [first] * 3
 
 
-def test_another_job_is_measured_anew(run: Run, tmp_path: Path, cache: Path) -> None:
+def test_another_job_is_measured_anew(run: Tuned, tmp_path: Path, cache: Path) -> None:
     run(size=1)
     for changed in (
         {"host": "b"},
@@ -191,7 +192,7 @@ def test_another_job_is_measured_anew(run: Run, tmp_path: Path, cache: Path) -> 
         assert len(list(cache.iterdir())) == before + 1
 
 
-def test_a_damaged_cache_is_replaced(run: Run, cache: Path) -> None:
+def test_a_damaged_cache_is_replaced(run: Tuned, cache: Path) -> None:
     (link, _), *_ = run(size=1)
     (file,) = cache.iterdir()
     hostile = {"link": asdict(link) | {"variables": {"NCCL_NET_PLUGIN": "1"}}}
@@ -203,7 +204,7 @@ def test_a_damaged_cache_is_replaced(run: Run, cache: Path) -> None:
         assert json.loads(file.read_text())["link"] == asdict(link)
 
 
-def test_a_cache_that_cannot_be_written_is_said(run: Run, cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_said(run: Tuned, cache: Path) -> None:
     cache.parent.write_text("a file")
     ((link, text),) = run(size=1)
     assert link.variables == BEST
@@ -220,24 +221,24 @@ def test_a_cache_that_cannot_be_written_is_said(run: Run, cache: Path) -> None:
         ("gone", "the measuring process is gone"),
     ],
 )
-def test_a_failed_probe_leaves_the_defaults(run: Run, cache: Path, fault: str, reason: str, faulty: int) -> None:
+def test_a_failed_probe_leaves_the_defaults(run: Tuned, cache: Path, fault: str, reason: str, faulty: int) -> None:
     found = run(2, fault, faulty)
     assert [link for link, _ in found] == [Link(world_size=2)] * 2
     assert found[0][1] == f"The link is not tuned, NCCL's defaults stay: rank {faulty}: {reason}"
     assert not cache.exists()
 
 
-def test_the_users_variables_stay(run: Run, tmp_path: Path) -> None:
+def test_the_users_variables_stay(run: Tuned, tmp_path: Path) -> None:
     ((link, _),) = run(size=1, variables={"NCCL_SOCKET_NTHREADS": "1", "NCCL_ALGO": "Ring"})
     assert link.variables == {name: value for name, value in BEST.items() if name != "NCCL_SOCKET_NTHREADS"}
     assert link.small_algo is None
     assert [line.split()[1] for line in measured(tmp_path)[0]] == ["default", "4", "8", "1", "2", "default", "4"]
 
 
-def test_nccl_inside_torch_is_not_tuned(run: Run, tmp_path: Path) -> None:
+def test_nccl_inside_torch_is_not_tuned(run: Tuned, tmp_path: Path) -> None:
     found = run(2, has_library=False)
     assert [link for link, _ in found] == [Link(world_size=2)] * 2
-    assert found[0][1] == "The link is not tuned: NCCL is a part of this torch."
+    assert found[0][1] == "The link is not tuned: NCCL is a part of this torch"
     assert measured(tmp_path) == []
 
 
@@ -250,6 +251,9 @@ def test_a_resume_takes_the_link_over() -> None:
     arguments: Any = (layout, alone(), None, torch.device("cpu"))
     assert choose_link(config, *arguments)[0] == link
     assert choose_link(replace(config, workers=Workers(tune_link=False)), *arguments) == (None, "")
+    exact = replace(config, run=Run(deterministic=True))
+    assert choose_link(exact, *arguments)[0] == link
+    assert choose_link(replace(exact, resumed=None), *arguments) == (None, "")
 
     class StoreAskedError(Exception):
         pass
