@@ -51,7 +51,8 @@ class RankPool:
         for rank in range(size):
             self._members[rank][1].send((rank, size, port, self._timeout_s, function, arguments))
         answers = self._answers(size)
-        if max(num_threads for _, num_threads in answers) > MAX_THREADS:
+        max_threads = MAX_THREADS * (4 if self._environments else 1)  # those that import torch again cost more
+        if max(num_threads for _, num_threads in answers) > max_threads:
             self.close()
         return [result for result, _ in answers]
 

@@ -32,7 +32,7 @@ from benchmarks.strategy_exactness import CONTROL_LIMIT, LIMIT, Trained, differe
 
 LIMITS = {"fp64": LIMIT, "fp32": 1e-5, "bf16": 3.0, "16-bit gradients": 0.01, "low-rank gradients": 0.5}
 _CASE_S = 60.0  # after which a case has hung
-_EVERY_OPTIMIZER = ("ddp", "zero2", "fsdp", "tensor")  # at 4 workers
+_EVERY_OPTIMIZER = {2: ("ddp", "zero2"), 4: ("fsdp", "tensor")}  # by number of workers
 _EVEN = {"global_batch_size": 8, "num_samples": 16}
 _GHOSTS = {"global_batch_size": 16, "num_samples": 32}
 
@@ -69,8 +69,8 @@ class Checked:
 
 
 def checks(sizes: Sequence[int]) -> list[Checked]:
-    """All cases, by number of workers as given; controls and other number formats with the first ones."""
-    return [one for size in sizes for one in (*_plain(size), *_special(size))]
+    """All cases, by number of workers as given."""
+    return [one for size in sizes for one in (*_special(size), *_plain(size))]
 
 
 def quick_checks(size: int) -> list[Checked]:
@@ -84,7 +84,7 @@ def _plain(size: int) -> Iterator[Checked]:
         if setup.control:
             continue
         for task in setup.tasks:
-            every = size == 4 and task == "GPT" and setup.text in _EVERY_OPTIMIZER
+            every = task == "GPT" and setup.text in _EVERY_OPTIMIZER.get(size, ())
             for optimizer in OPTIMIZERS if every else ("lamb",):
                 yield Checked(case=Case(setup=setup, task=task, optimizer=optimizer))
 

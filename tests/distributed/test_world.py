@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -331,3 +332,18 @@ def _mesh(world: World) -> tuple[int, int, int]:
 def test_the_workers_are_a_mesh_of_one_axis(run_ranks: Ranks) -> None:
     assert run_ranks(_mesh, 2) == [(0, 2, 2), (1, 2, 2)]
     assert run_ranks(_mesh, 1) == [(0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "dump_wait"),
+    [({}, "1500"), ({"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "7"}, "7"), ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, None)],
+)
+def test_the_watchdog_of_nccl_gives_up_soon_unless_the_user_wants_its_dump(
+    monkeypatch: pytest.MonkeyPatch, set_by_user: dict[str, str], dump_wait: str | None
+) -> None:
+    environ = dict(set_by_user)
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    World(alone(), torch.device("cpu"), backend="nccl", needs_group=True)
+    assert environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC") == dump_wait
+    assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == set_by_user.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")

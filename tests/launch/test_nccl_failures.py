@@ -17,25 +17,42 @@ from benchmarks.slice_devices import find_slices
 pytestmark = [pytest.mark.gpu, pytest.mark.slices(4)]
 
 TASK = str(Path(__file__).parent.with_name("tiny_task.py"))
-FLAGS = "--num-gpus 4 --strategy ddp --global-batch-size 64 --epochs 10000 --target-accuracy 2"
-FLAGS += " --checkpoint-every 0 --no-graph --no-tensorboard"  # a replayed step would not call the task
 TIMEOUT_S = 20
+FLAGS = f"--strategy ddp --global-batch-size 64 --epochs 10000 --target-accuracy 2 --timeout {TIMEOUT_S}"
+FLAGS += " --checkpoint-every 0 --no-graph --no-tensorboard"  # a replayed step would not call the task
 TRACES = ("ProcessGroupNCCL", "Exception raised from", "frame #", "terminate called")
+StartProgram = Callable[..., Any]
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "stormo",
+        "train",
+        TASK,
+        *FLAGS.split(),
+        "--runs-folder",
+        str(folder / "runs"),
+        *words,
+    ]
+
+
+def lines_of(job: Any) -> list[str]:
+    """What a failed job says; what is left of it fails the test: see the fixture `mark`."""
+    assert job.wait(120.0) == 1, job.err
+    lines: list[str] = job.err.splitlines()
+    assert not [line for line in lines if any(trace in line for trace in TRACES)]
+    return lines
 
 
 @pytest.fixture
-def failed(start_program: Callable[..., Any], tmp_path: Path) -> Callable[[str], list[str]]:
-    """Trains on four slices with a fault; the lines on stderr. What is left of it fails the test: see `mark`."""
+def failed(start_program: StartProgram, tmp_path: Path) -> Callable[[str], list[str]]:
+    """Trains on four slices with a fault; the lines on stderr."""
 
     def run(fault: str) -> list[str]:
-        words = ["-m", "stormo", "train", TASK, *FLAGS.split(), "--timeout", str(TIMEOUT_S)]
-        command = [sys.executable, *words, "--runs-folder", str(tmp_path / "runs")]
-        slices = ",".join(find_slices().uuids[:4])
-        job = start_program(command, TINY_FAULT=fault, CUDA_VISIBLE_DEVICES=slices)
-        assert job.wait(120.0) == 1, job.err
-        lines: list[str] = job.err.splitlines()
-        assert not [line for line in lines if any(trace in line for trace in TRACES)]
-        return lines
+        slices = find_slices().take(0, 4).of_command()
+        return lines_of(start_program(command(tmp_path, "--num-gpus", "4"), TINY_FAULT=fault, **slices))
 
     return run
 
@@ -73,3 +90,14 @@ def test_a_rank_in_another_collective(failed: Failed) -> None:
     first = failed("collective 1 30")[0]
     assert "rank 1" in first
     assert "waited 20 s" in first or "within 20 s" in first
+
+
+def test_a_killed_rank_of_another_node(start_program: StartProgram, tmp_path: Path, free_port: int) -> None:
+    slices = find_slices()
+    jobs = []
+    for node in range(4):
+        words = f"--num-nodes 4 --node-id {node} --num-gpus 1 --master-addr 127.0.0.1 --master-port {free_port}"
+        program = command(tmp_path, *words.split(), "--run-name", "four-nodes")
+        jobs.append(start_program(program, TINY_FAULT="kill 2 30", **slices.of_rank(node)))
+    for job in jobs:
+        assert lines_of(job)[0].startswith("stormo: rank 2 on host ")

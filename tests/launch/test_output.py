@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormo.launch.output import LineBuffer, write_all
+from stormo.launch.failure import of_signal
+from stormo.launch.output import STDERR, LineBuffer, LogMultiplexer, Stream, write_all
 
 
 @given(text=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=8))
@@ -73,4 +75,24 @@ def test_a_reader_that_went_away_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     write_all(writer, b"nobody reads this\n")
+    os.close(writer)
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_traces_of_native_code_wait_for_their_cause(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+) -> None:
+    monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", str(int(is_wanted)))
+    reader, writer = os.pipe()
+    log, stream = LogMultiplexer(hold_s=0.0), Stream(reader, STDERR, rank=0, prefix=b"")
+    log.take(stream, [b"a warning\n"])
+    log.show_held_lines()
+    log.take(stream, [b"terminate called after throwing an instance of 'c10::DistBackendError'\n"])
+    log.show_held_lines()
+    assert capfd.readouterr().err == "a warning\n"
+    log.show_cause(of_signal(9, rank=1, host="n2"), and_lines_of=lambda rank: True)
+    first, *others = capfd.readouterr().err.splitlines()
+    assert first == "stormo: rank 1 on host n2 was killed by SIGKILL (signal 9)"
+    assert ("terminate called" in "".join(others)) == is_wanted
+    os.close(reader)
     os.close(writer)
