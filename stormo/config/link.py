@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stormo.config.layout import Layout
+from stormo.config.layout import Layout, share_a_gpu
 from stormo.config.schema import TrainConfig
 from stormo.errors import pluralize
 from stormo.system.files import fits
@@ -87,8 +87,7 @@ def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = 
 
 def _is_cut(layout: Layout) -> bool:
     """Whether workers of this node have slices of one GPU, between which NCCL has no other way."""
-    cut = [one.slice_of for one in getattr(layout, "slices", ())[: layout.workers_per_node]]
-    return len(set(cut)) < len(cut)
+    return share_a_gpu(layout.slices[: layout.workers_per_node])
 
 
 def link_before(config: TrainConfig, layout: Layout) -> Link | None:
