@@ -105,8 +105,9 @@ def test_it_is_one_graph_for_the_compiler() -> None:
 
 
 def _gradients(run: Any, model: Gpt) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", torch.bfloat16):
+    device = model.head.weight.device
+    tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(1)).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
         scores = run(tokens[:, :-1])
     loss = torch.nn.functional.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
     model.zero_grad()
@@ -115,15 +116,18 @@ def _gradients(run: Any, model: Gpt) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does so itself
-def test_compiled_in_bf16_it_computes_the_same_by_other_products() -> None:
-    model = _model()
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
+)
+def test_compiled_in_bf16_it_computes_the_same_by_other_products(device: str, backend: str) -> None:
+    model = _model().to(device)
     loss, gradients = _gradients(model, model)
-    compiled_loss, compiled = _gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model)
-    torch.testing.assert_close(compiled_loss, loss, rtol=1e-4, atol=0)
+    compiled_loss, compiled = _gradients(torch.compile(model, fullgraph=True, dynamic=False, backend=backend), model)
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-3, atol=0)
     assert compiled.keys() == gradients.keys() == dict(model.named_parameters()).keys()
     for name, gradient in gradients.items():  # query, key and value in one matrix, whose rows must not be confused
         assert compiled[name].dtype == torch.float32
-        assert float((compiled[name] - gradient).norm() / gradient.norm()) < 0.02, name
+        assert float((compiled[name] - gradient).norm() / gradient.norm()) < 0.05, name
 
 
 @pytest.mark.parametrize(
