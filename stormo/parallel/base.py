@@ -553,6 +553,10 @@ class Strategy:
     def _replayed(self) -> None:
         """Called after a micro-batch was replayed."""
 
+    def close(self) -> None:
+        """Free the CUDA graph: while one holds collectives, NCCL does not end."""
+        self._graph = None
+
     def check_first_gradients(self) -> None:
         """Check the first gradients for errors that would stay silent. All workers call it."""
 
