@@ -1,6 +1,6 @@
 """Tokens per second and MFU of the GPT on one GPU, and beside it, in the same run, a plain loop over the same model.
 
-    python -m benchmarks.language_model [--preset 125m] [--batch-size 32] [--steps 60]
+    python -m benchmarks.language_model [--preset 125m] [--batch-size 64] [--steps 60]
 
 stormo's side is the real command `stormo train language-model` in bf16 with torch.compile; its figures are those of
 its second epoch, when everything is warm. The plain side is what a user would write: autocast, torch.compile, fused
@@ -79,7 +79,7 @@ def main() -> None:
     gpus = visible_gpus()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="125m" if gpus else "tiny")
-    parser.add_argument("--batch-size", type=int, default=32 if gpus else 8, help="windows in a step")
+    parser.add_argument("--batch-size", type=int, default=64 if gpus else 8, help="windows in a step")
     parser.add_argument("--steps", type=int, default=60 if gpus else 30, help="steps of an epoch; at least 30")
     options = parser.parse_args()
     if options.steps < 3 * _WARM_STEPS:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, unused-ignore"
 """Batch norm + ReLU + dropout + residual sum as one differentiable operation on the Triton kernels of `norm_kernels`.
 
-Of the activations only x is kept for the backward pass; the residual's gradient is the incoming one, not a copy.
+Of the activations only x is kept for the backward pass; the residual's gradient is the incoming one, not a second.
 Importing this file imports triton: `NormAct` does so on CUDA only, after checking dtypes and layouts.
 """
 
@@ -166,8 +166,8 @@ class _FusedNormAct(torch.autograd.Function):
         x, weight, bias, mean, invstd, count, seed = ctx.saved_tensors
         matrix: Matrix = ctx.matrix
         options: _Options = ctx.options
-        grad_residual = grad if ctx.needs_input_grad[1] else None
         dense = grad.contiguous(memory_format=torch.channels_last) if grad.dim() == 4 else grad.contiguous()
+        grad_residual = dense if ctx.needs_input_grad[1] else None  # so that the layers before it need not copy again
         grad_x: Tensor | None = None
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
         has_bias_grad = ctx.needs_input_grad[2]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from stormo.layers.kernel_calls import launch
 from stormo.profiling.ranges import range_of
@@ -89,6 +88,8 @@ class ExposedWait:
 
     def watch_shards(self, model: nn.Module) -> None:
         """Count the waits of torch's sharding: for gathered weights, and for the last reduced gradients."""
+        from torch.distributed.fsdp import FSDPModule  # takes a second, and most strategies have none
+
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 for group in _parameter_groups(module):
@@ -103,9 +104,9 @@ class ExposedWait:
         return call
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def _parameter_groups(module: Any) -> list[Any]:
     """What gathers and reduces the parameters of a module together; torch has no public name for it."""
-    state: Any = module._get_fsdp_state()
+    state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
     return list(several) if several is not None else [group for group in [state._fsdp_param_group] if group]
 

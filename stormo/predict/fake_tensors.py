@@ -281,10 +281,10 @@ class _FusedNorm(torch.autograd.Function):
         (gradient,) = gradients
         _, weight, bias, *_ = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        dense = gradient.contiguous(memory_format=_layout(gradient))  # the gradient of a mean over all pixels is copied
+        dense = gradient.contiguous(memory_format=_layout(gradient))
         return (
             torch.empty_like(dense) if needs[0] else None,
-            gradient if needs[1] else None,
+            dense if needs[1] else None,
             torch.empty_like(bias) if needs[2] else None,
             torch.empty_like(weight),
             torch.empty_like(bias),

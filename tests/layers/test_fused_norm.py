@@ -316,6 +316,20 @@ def test_interpreted_residual_of_another_dtype_or_layout_is_added_by_torchs_rule
     torch.testing.assert_close(y, add_residual(expected, operands[1], case["residual_bias"]), rtol=0.0, atol=0.0)
 
 
+@interpreted
+def test_interpreted_residual_gets_its_gradient_in_the_layout_of_the_layer() -> None:
+    from stormo.layers.fused_norm import norm_act
+
+    case, seen = _case((4, 16, 5, 5), torch.float32), []
+    operands = _operands(case)
+    operands[1] = case["residual"].requires_grad_() * 1
+    operands[1].register_hook(seen.append)
+    grad = torch.randn(4, 16, 5, 5, generator=torch.Generator().manual_seed(0))  # not channels_last
+    norm_act(*operands, **SETTINGS).backward(grad)
+    assert torch.equal(seen[0], grad)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

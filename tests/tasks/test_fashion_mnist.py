@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stormo.data.tensors import flip_and_shift
 from stormo.errors import SettingError
 from stormo.tasks.fashion_mnist import FashionMnist, FashionMnistOptions, training_flops
-from stormo.tasks.wide_resnet import WideResNet
+from stormo.tasks.wide_resnet import WideResNet, score
 
 
 def _task(**options: Any) -> FashionMnist:
@@ -32,6 +32,20 @@ def test_the_network_of_the_documents_has_17_117_466_parameters() -> None:
 
 def test_one_image_costs_11_08_gflop() -> None:
     assert training_flops(10) == pytest.approx(11.08e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_head_takes_the_mean_and_keeps_the_layout(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    features = torch.randn(8, 64, 7, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    features = features.contiguous(memory_format=layout).requires_grad_() * 1
+    seen: list[torch.Tensor] = []
+    features.register_hook(seen.append)
+    means = score(torch.nn.Identity(), features)
+    means.sum().backward()
+    assert torch.equal(means, features.mean((2, 3)))
+    assert torch.equal(seen[0], torch.full_like(features, 1 / 49))
+    assert seen[0].is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize("width", [1, 2])

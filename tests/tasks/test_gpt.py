@@ -101,4 +101,47 @@ def test_it_is_one_graph_for_the_compiler() -> None:
     model = _model()
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")  # a break in the graph would raise
-    torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert torch.equal(compiled(tokens), model(tokens))
+
+
+def _gradients(run: Any, model: Gpt) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    device = model.head.weight.device
+    tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(1)).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        scores = run(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does so itself
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
+)
+def test_compiled_in_bf16_it_computes_the_same_by_other_products(device: str, backend: str) -> None:
+    model = _model().to(device)
+    loss, gradients = _gradients(model, model)
+    compiled_loss, compiled = _gradients(torch.compile(model, fullgraph=True, dynamic=False, backend=backend), model)
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-3, atol=0)
+    assert compiled.keys() == gradients.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in gradients.items():  # query, key and value in one matrix, whose rows must not be confused
+        assert compiled[name].dtype == torch.float32
+        assert float((compiled[name] - gradient).norm() / gradient.norm()) < 0.05, name
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [(None, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)],
+)
+def test_the_residual_stream_is_bf16_under_autocast_to_it(precision: torch.dtype | None, expected: torch.dtype) -> None:
+    model, seen = _model(), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *parts: seen.append(parts[2].dtype))
+    with torch.autocast("cpu", precision, enabled=precision is not None):
+        model(torch.zeros(1, 16, dtype=torch.int64))
+    assert seen == [expected, expected]
+    model.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(1, 16, dtype=torch.int64))
+    assert seen[2:] == [torch.float64, torch.float64]
