@@ -57,7 +57,12 @@ class Layout:
     @property
     def slices(self) -> tuple[Gpu, ...]:
         """The slices (MIG instances) of which each worker takes one; empty on whole GPUs."""
-        return self.gpus if self.gpu is not None and self.gpu.slice_of else ()
+        return _slices(self.gpus)
+
+    @property
+    def shares_a_gpu(self) -> bool:
+        """Whether workers of this node have slices of one GPU, which NCCL can join over sockets alone."""
+        return share_a_gpu(self.slices[: self.workers_per_node])
 
     @property
     def spec(self) -> StrategySpec:
@@ -108,7 +113,8 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         _check_data_parallel(config, device_type, num_nodes, launched)
         devices_per_worker, per_node, world_size = per_node, 1, 1
     count = per_node * devices_per_worker
-    slices = tuple(gpus) if device_type == "cuda" and gpus[0].slice_of else ()
+    gpus = tuple(gpus) if device_type == "cuda" else ()
+    slices = _slices(gpus)
     if is_one_process and slices and count > 1:
         raise _sees_one_slice(config, count)
     backend, backend_reason = _backend(config, device_type, world_size, slices[:count], num_nodes)
@@ -120,7 +126,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         total = f"{world_size} on {pluralize(num_nodes, 'node')}, {per_node} of them on this one"
     return Layout(
         device_type=device_type,
-        gpus=tuple(gpus) if device_type == "cuda" else (),
+        gpus=gpus,
         backend=backend,
         strategy=strategy,
         num_nodes=num_nodes,
@@ -139,6 +145,10 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
 def share_a_gpu(slices: Sequence[Gpu]) -> bool:
     """Whether two of these slices are on one physical GPU."""
     return len({one.slice_of for one in slices}) < len(slices)
+
+
+def _slices(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    return gpus if gpus and gpus[0].slice_of else ()
 
 
 def _devices(device_type: str, count: int, slices: Sequence[Gpu]) -> str:

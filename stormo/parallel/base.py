@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from stormo.config import schema
-from stormo.config.layout import share_a_gpu
 from stormo.config.plan import Plan
 from stormo.data.loaders import Batch, Loader
 from stormo.data.order import part
@@ -139,7 +138,7 @@ class Strategy:
     def _statistics_sum(self) -> Reduce:
         """How the statistics of batch norm are summed: their messages are small, and the computation waits for them."""
         layout = self._plan.layout
-        if layout.backend == "nccl" and layout.num_nodes == 1 and share_a_gpu(layout.slices[: layout.workers_per_node]):
+        if layout.backend == "nccl" and layout.num_nodes == 1 and layout.shares_a_gpu:
             from stormo.parallel.host_sum import open_host_sum
 
             through_host = open_host_sum(self.world, self.world.data.ranks)

@@ -135,7 +135,7 @@ class _DeviceCounter:
         self._launch(is_end=True)
 
     def _launch(self, *, is_end: bool) -> None:
-        from stormo.layers.clock_kernel import interval_kernel  # imports triton
+        from stormo.parallel.clock_kernel import interval_kernel  # imports triton
 
         launch(interval_kernel, (1,), self._began_and_total, IS_END=is_end)
 

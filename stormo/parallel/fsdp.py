@@ -93,7 +93,7 @@ class Sharded(Strategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         group = self.world.data
-        if self._zero and self._plan.channels_last and not self._plan.compile:
+        if self._plan.channels_last:
             for layer in model.modules():
                 if isinstance(layer, nn.Conv2d):
                     layer.register_forward_pre_hook(_in_channels_last)

@@ -114,10 +114,13 @@ def _num_bytes(num_ranks: int) -> int:
 
 def _new_file(num_bytes: int) -> str:
     """A file in shared memory, or an empty name where there is no room for it."""
+    path = ""
     try:
         handle, path = tempfile.mkstemp(prefix="stormo-", dir=_MEMORY)
-        os.posix_fallocate(handle, 0, num_bytes)
-        os.close(handle)
+        with os.fdopen(handle, "wb"):  # closes it
+            os.posix_fallocate(handle, 0, num_bytes)
     except OSError:
+        if path:
+            Path(path).unlink()
         return ""
     return path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,9 @@ import torch
 from benchmarks.rank_pool import RankPool
 from benchmarks.slice_devices import find_slices
 from stormo.distributed.world import World
+from stormo.parallel import host_sum as module
 from stormo.parallel.host_sum import open_host_sum
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slices(4)]
 SIZES = (1, 33, 1281, 5000)
 
 
@@ -34,6 +36,8 @@ def _summed(world: World, ranks: list[list[int]]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.gpu
+@pytest.mark.slices(4)
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 2], [1, 3]]], ids=["all", "two groups"])
 def test_sums_are_those_in_the_order_of_ranks(groups: list[list[int]]) -> None:
     slices = find_slices()
@@ -63,8 +67,32 @@ def _replayed(world: World) -> list[float]:
     return vector.cpu().tolist()[:2]
 
 
+@pytest.mark.gpu
+@pytest.mark.slices(4)
 def test_a_replayed_graph_sums_anew() -> None:
     slices = find_slices()
     with RankPool(60.0, [slices.of_rank(rank) for rank in range(4)]) as pool:
         found: list[Any] = pool.run(_replayed, 4)
     assert found == [[4.0**12] * 2] * 4
+
+
+def _without_gpus(world: World, folder: str) -> bool:
+    module._MEMORY = Path(folder)
+    return open_host_sum(world, range(world.size)) is None
+
+
+def test_where_no_gpu_maps_host_memory_all_workers_do_without_it(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    assert run_ranks(_without_gpus, 2, str(tmp_path)) == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_for_which_there_is_no_room_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_MEMORY", tmp_path)
+    monkeypatch.setattr(module.os, "posix_fallocate", full)
+    assert module._new_file(4096) == ""
+    assert list(tmp_path.iterdir()) == []
