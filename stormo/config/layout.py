@@ -107,7 +107,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         world_size = per_node * num_nodes
         origin = "as set" if workers.num_gpus else "all that are visible" if device_type == "cuda" else "the default"
     if device_type == "cuda":
-        _check_gpus(config, per_node, len(gpus), launched)
+        _check_gpus(config, per_node, gpus, launched)
     devices_per_worker = 1
     if is_one_process:
         _check_data_parallel(config, device_type, num_nodes, launched)
@@ -222,7 +222,8 @@ def _device(config: TrainConfig, gpus: Sequence[Gpu]) -> tuple[str, str]:
     return "cpu", f"no GPU is visible{why_no_gpu()}"
 
 
-def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: Launched | None) -> None:
+def _check_gpus(config: TrainConfig, per_node: int, gpus: Sequence[Gpu], launched: Launched | None) -> None:
+    num_visible, kind = len(gpus), "slice" if gpus[0].slice_of else "GPU"
     if launched is not None and launched.gpus_on_node is not None:
         num_visible = max(num_visible, launched.gpus_on_node)  # srun --gpu-bind shows each rank its own GPU only
     bound_one_each = launched is not None and launched.gpus_on_node is None and num_visible == 1
@@ -230,13 +231,13 @@ def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: 
     if per_node > num_visible and not bound_one_each and not shared_on_purpose:
         raise SettingError(
             f"{pluralize(per_node, 'worker')} {'was' if per_node == 1 else 'were'} asked for on this node",
-            f"it has {pluralize(num_visible, 'GPU')} and each worker needs its own",
+            f"it has {pluralize(num_visible, kind)} and each worker needs its own",
             (
                 f"start srun with --ntasks-per-node {num_visible}, or ask for more --gpus-per-node"
                 if launched is not None and launched.launcher == "slurm"
                 else f"set --num-gpus {num_visible}"
             )
-            + ", or --device cpu, or --backend gloo to let workers share a GPU",
+            + f", or --device cpu, or --backend gloo to let workers share a {kind}",
         )
 
 

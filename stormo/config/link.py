@@ -93,9 +93,9 @@ def link_before(config: TrainConfig, layout: Layout) -> Link | None:
 
 def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:
     """The line of the plan; none where NCCL is not used."""
-    if layout.backend != "nccl" or layout.world_size == 1:
-        return {}
     asked = config.workers.tune_link
+    if layout.backend != "nccl" or layout.world_size == 1:
+        return {"link": "not measured: one worker has no link"} if asked else {}
     if asked is False:
         text = "NCCL's own settings (--no-tune-link)"
     elif link_before(config, layout) is not None:
