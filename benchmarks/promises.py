@@ -24,7 +24,7 @@ _HEAD = """# Promises
 
 What you can rely on, the command that shows it, and where it was last run. This page is written by
 `python -m benchmarks.promises` from `benchmarks/results/promises.json`. Figures in depth: [speed](speed.md). What has
-not been run (several GPUs over NCCL, real RAPL counters, MIG, Grafana itself) is named where it matters.
+not been run (several whole GPUs, real RAPL counters, Grafana itself) is named where it matters.
 
 | promise | command | last run |
 |---|---|---|

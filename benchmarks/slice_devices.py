@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-_MIG_ENABLED = 1
+from stormo.system.hardware import visible_slices
+
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as under torchrun
 _LINK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
@@ -51,29 +48,8 @@ def cpu_processes(count: int) -> Devices:
 
 
 def find_slices() -> Devices:
-    """Every slice of every GPU; none without NVML or where no GPU is cut."""
-    slices: list[tuple[str, str]] = []
-    with contextlib.suppress(ImportError):
-        nvml: Any = importlib.import_module("pynvml")
-        with contextlib.suppress(nvml.NVMLError):
-            nvml.nvmlInit()
-            slices = [slice_ for index in range(nvml.nvmlDeviceGetCount()) for slice_ in _slices_of(nvml, index)]
-            nvml.nvmlShutdown()
-    uuids, names = tuple(uuid for uuid, _ in slices), sorted({name for _, name in slices})
+    """Every slice that this process may use."""
+    slices = visible_slices()
+    names = sorted({one.name for one in slices})
     machine = f"{len(slices)} × {', '.join(names)}, {os.cpu_count()} {platform.machine()} cores"
-    return Devices(device="cuda", uuids=uuids, machine=machine)
-
-
-def _slices_of(nvml: Any, index: int) -> Iterator[tuple[str, str]]:
-    gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-    with contextlib.suppress(nvml.NVMLError):  # a GPU that cannot be cut
-        if nvml.nvmlDeviceGetMigMode(gpu)[0] != _MIG_ENABLED:
-            return
-        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-            with contextlib.suppress(nvml.NVMLError):  # fewer are made than could be
-                slice_ = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
-                yield _text(nvml.nvmlDeviceGetUUID(slice_)), _text(nvml.nvmlDeviceGetName(slice_))
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return Devices(device="cuda", uuids=tuple(one.uuid for one in slices), machine=machine)

@@ -17,8 +17,8 @@ A, B = "00000000:0A:00.0", "0000:0b:00.0"  # as NVML and as CUDA write it
 
 def _machine(root: Path, **gpus: tuple[int, str]) -> Path:
     for name, (node, cores) in gpus.items():
-        folder = root / f"0000:{name}:00.0"
-        folder.mkdir()
+        folder = root / "bus" / "pci" / "devices" / f"0000:{name}:00.0"
+        folder.mkdir(parents=True)
         (folder / "numa_node").write_text(f"{node}\n")
         (folder / "local_cpulist").write_text(f"{cores}\n")
     return root
@@ -36,9 +36,25 @@ def test_two_gpus_on_two_sockets_get_a_socket_each(tmp_path: Path) -> None:
     assert choose_cores([A, B], 1, 2, set(range(16)), root) == (1, [4, 5, 6, 7, 12, 13, 14, 15])
 
 
+def _hyperthreads(root: Path, *siblings: tuple[int, int]) -> None:
+    for pair in siblings:
+        for core in pair:
+            folder = root / f"devices/system/cpu/cpu{core}/topology"
+            folder.mkdir(parents=True)
+            (folder / "thread_siblings_list").write_text(f"{pair[0]},{pair[1]}\n")
+
+
 def test_workers_of_one_socket_share_its_cores_with_their_hyperthreads(tmp_path: Path) -> None:
     root = _machine(tmp_path, **{"0a": (0, "0-3,8-11")})
+    _hyperthreads(root, *((core, core + 8) for core in range(4)))
     assert _chosen(root, [A, A], 2, 16) == [[0, 1, 8, 9], [2, 3, 10, 11]]
+
+
+def test_cores_that_are_numbered_across_the_sockets_are_shared_too(tmp_path: Path) -> None:
+    root = _machine(tmp_path, **{"0a": (0, "0,2,4,6,8,10,12,14")})
+    assert _chosen(root, [A, A], 2, 16) == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    _hyperthreads(root, *((core, core + 8) for core in (0, 2, 4, 6)))
+    assert _chosen(root, [A, A], 2, 16) == [[0, 2, 8, 10], [4, 6, 12, 14]]
 
 
 def test_too_few_cores_for_each_are_left_to_all_workers_of_the_socket(tmp_path: Path) -> None:
@@ -89,7 +105,7 @@ def test_all_threads_are_bound_and_the_number_of_cores_stays(monkeypatch: pytest
         pytest.skip("needs two cores")
     last = max(allowed)
     monkeypatch.setattr(os, "cpu_count", lambda: len(allowed))
-    monkeypatch.setattr(affinity, "_PCI", _machine(tmp_path, **{"0a": (1, str(last))}))
+    monkeypatch.setattr(affinity, "_SYSFS", _machine(tmp_path, **{"0a": (1, str(last))}))
     assert bind_to_gpu([A], 0, 1) == f"bound to cores {last} (NUMA node 1 of its GPU)"
     assert all(os.sched_getaffinity(thread) == {last} for thread in _threads())
     assert own_cores() == allowed
@@ -100,6 +116,6 @@ def test_all_threads_are_bound_and_the_number_of_cores_stays(monkeypatch: pytest
 def test_a_process_that_somebody_has_bound_stays_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     allowed = os.sched_getaffinity(0)
     monkeypatch.setattr(os, "cpu_count", lambda: len(allowed) + 1)
-    monkeypatch.setattr(affinity, "_PCI", _machine(tmp_path, **{"0a": (0, str(min(allowed)))}))
+    monkeypatch.setattr(affinity, "_SYSFS", _machine(tmp_path, **{"0a": (0, str(min(allowed)))}))
     assert bind_to_gpu([A], 0, 1) is None
     assert os.sched_getaffinity(0) == allowed

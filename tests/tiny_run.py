@@ -47,7 +47,7 @@ def build(
     flags = {"warmup_epochs": 0.0, "lr_rule": "none", "base_lr": 0.1, "num_gpus": world.size, **flags}
     config = options.make_config(flags, None)
     task = task_class(TinyOptions(**(task_options or {})))
-    gpus = visible_gpus() if world.device.type == "cuda" else ()
+    gpus = visible_gpus() * world.size if world.device.type == "cuda" else ()  # each rank sees its own
     plan = resolve(config, resolve_layout(config, gpus), task.facts())
     world.arrange(plan.layout.mesh, plan.layout.data_axes)
     torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)

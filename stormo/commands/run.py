@@ -115,5 +115,5 @@ def _environment(config: TrainConfig) -> dict[str, str]:
     """The environment variables that tell workers of the flags."""
     workers = config.workers
     variables = {DEVICE: workers.device, BACKEND: workers.backend, TIMEOUT: str(workers.timeout)}
-    # What torch logs below that is raised too, without traces; a script imports torch before it asks for the world.
+    # torch also raises the errors that it logs with traces. Set here, as a script imports torch before World().
     return variables | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}

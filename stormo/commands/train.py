@@ -96,7 +96,7 @@ def _work(config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo) 
     silence_resource_tracker(os.environ)
     # Opened before torch is imported where possible: an agent wants signs of life from the start.
     reporter = open_failure_reporter(rank_info) if rank_info.launcher in ("local", "alone") else None
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what is logged below that is raised too, without traces
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch also raises the errors that it logs
     try:
         from stormo.distributed.store import Store, address_book_of
         from stormo.training.trainer import run_worker

@@ -57,7 +57,12 @@ class Layout:
     @property
     def slices(self) -> tuple[Gpu, ...]:
         """The slices (MIG instances) of which each worker takes one; empty on whole GPUs."""
-        return self.gpus if self.gpu is not None and self.gpu.slice_of else ()
+        return _slices(self.gpus)
+
+    @property
+    def shares_a_gpu(self) -> bool:
+        """Whether workers of this node have slices of one GPU, which NCCL can join over sockets alone."""
+        return share_a_gpu(self.slices[: self.workers_per_node])
 
     @property
     def spec(self) -> StrategySpec:
@@ -102,13 +107,14 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         world_size = per_node * num_nodes
         origin = "as set" if workers.num_gpus else "all that are visible" if device_type == "cuda" else "the default"
     if device_type == "cuda":
-        _check_gpus(config, per_node, len(gpus), launched)
+        _check_gpus(config, per_node, gpus, launched)
     devices_per_worker = 1
     if is_one_process:
         _check_data_parallel(config, device_type, num_nodes, launched)
         devices_per_worker, per_node, world_size = per_node, 1, 1
     count = per_node * devices_per_worker
-    slices = tuple(gpus) if device_type == "cuda" and gpus[0].slice_of else ()
+    gpus = tuple(gpus) if device_type == "cuda" else ()
+    slices = _slices(gpus)
     if is_one_process and slices and count > 1:
         raise _sees_one_slice(config, count)
     backend, backend_reason = _backend(config, device_type, world_size, slices[:count], num_nodes)
@@ -120,7 +126,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         total = f"{world_size} on {pluralize(num_nodes, 'node')}, {per_node} of them on this one"
     return Layout(
         device_type=device_type,
-        gpus=tuple(gpus) if device_type == "cuda" else (),
+        gpus=gpus,
         backend=backend,
         strategy=strategy,
         num_nodes=num_nodes,
@@ -139,6 +145,10 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
 def share_a_gpu(slices: Sequence[Gpu]) -> bool:
     """Whether two of these slices are on one physical GPU."""
     return len({one.slice_of for one in slices}) < len(slices)
+
+
+def _slices(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    return gpus if gpus and gpus[0].slice_of else ()
 
 
 def _devices(device_type: str, count: int, slices: Sequence[Gpu]) -> str:
@@ -212,7 +222,8 @@ def _device(config: TrainConfig, gpus: Sequence[Gpu]) -> tuple[str, str]:
     return "cpu", f"no GPU is visible{why_no_gpu()}"
 
 
-def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: Launched | None) -> None:
+def _check_gpus(config: TrainConfig, per_node: int, gpus: Sequence[Gpu], launched: Launched | None) -> None:
+    num_visible, kind = len(gpus), "slice" if gpus[0].slice_of else "GPU"
     if launched is not None and launched.gpus_on_node is not None:
         num_visible = max(num_visible, launched.gpus_on_node)  # srun --gpu-bind shows each rank its own GPU only
     bound_one_each = launched is not None and launched.gpus_on_node is None and num_visible == 1
@@ -220,13 +231,13 @@ def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: 
     if per_node > num_visible and not bound_one_each and not shared_on_purpose:
         raise SettingError(
             f"{pluralize(per_node, 'worker')} {'was' if per_node == 1 else 'were'} asked for on this node",
-            f"it has {pluralize(num_visible, 'GPU')} and each worker needs its own",
+            f"it has {pluralize(num_visible, kind)} and each worker needs its own",
             (
                 f"start srun with --ntasks-per-node {num_visible}, or ask for more --gpus-per-node"
                 if launched is not None and launched.launcher == "slurm"
                 else f"set --num-gpus {num_visible}"
             )
-            + ", or --device cpu, or --backend gloo to let workers share a GPU",
+            + f", or --device cpu, or --backend gloo to let workers share a {kind}",
         )
 
 

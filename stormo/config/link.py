@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stormo.config.layout import Layout, share_a_gpu
+from stormo.config.layout import Layout
 from stormo.config.schema import TrainConfig
 from stormo.errors import pluralize
 from stormo.system.files import fits
@@ -78,16 +78,11 @@ def candidates(users: Mapping[str, str]) -> list[dict[str, str]]:
 
 def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> bool:
     """Whether NCCL sends between these workers over sockets, as seen from this node."""
-    if "NCCL_HOSTID" in environ or _is_cut(layout):
+    if "NCCL_HOSTID" in environ or layout.shares_a_gpu:
         return True
     if layout.num_nodes == 1 or environ.get("NCCL_NET", "Socket") != "Socket":
         return False
     return environ.get("NCCL_IB_DISABLE") == "1" or not any(infiniband.glob("*"))
-
-
-def _is_cut(layout: Layout) -> bool:
-    """Whether workers of this node have slices of one GPU, between which NCCL has no other way."""
-    return share_a_gpu(layout.slices[: layout.workers_per_node])
 
 
 def link_before(config: TrainConfig, layout: Layout) -> Link | None:
@@ -98,16 +93,16 @@ def link_before(config: TrainConfig, layout: Layout) -> Link | None:
 
 def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:
     """The line of the plan; none where NCCL is not used."""
-    if layout.backend != "nccl" or layout.world_size == 1:
-        return {}
     asked = config.workers.tune_link
+    if layout.backend != "nccl" or layout.world_size == 1:
+        return {"link": "not measured: one worker has no link"} if asked else {}
     if asked is False:
         text = "NCCL's own settings (--no-tune-link)"
     elif link_before(config, layout) is not None:
         text = "NCCL's settings are those with which the run began"
     elif asked is None and config.run.deterministic:
         text = "NCCL's own settings: with --deterministic every start has the same"
-    elif asked or _is_cut(layout):
+    elif asked or layout.shares_a_gpu:
         text = "NCCL's socket settings are measured at the start"
     elif layout.num_nodes > 1:
         text = "NCCL's socket settings are measured at the start where there is no InfiniBand"

@@ -89,7 +89,7 @@ class ParallelDims:
 
     def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """A new process group of the workers along these axes, or that of all workers. All workers call it."""
-        groups = [list(self.ranks(axes, dict(zip(AXES, at, strict=True)))) for at in self._origins(axes)]
+        groups = self._groups(axes)
         if len(groups) == 1:
             assert dist.group.WORLD is not None, "the process group exists"
             return dist.group.WORLD
@@ -119,10 +119,8 @@ class ParallelDims:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if self._timeout is not None:
             options._timeout = self._timeout
-        key = tuple(axis for axis in AXES if axis in axes)
-        groups = [list(self.ranks(key, dict(zip(AXES, at, strict=True)))) for at in self._origins(key)]
         with _environment("NCCL_ALGO", algorithm):  # NCCL reads it when it makes a communicator
-            group = dist.new_subgroups_by_enumeration(groups, self._timeout, "nccl", options)[0]
+            group = dist.new_subgroups_by_enumeration(self._groups(axes), self._timeout, "nccl", options)[0]
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         return SubGroup(plain.ranks, self.rank, group)
 
@@ -143,10 +141,12 @@ class ParallelDims:
         ]
         return tuple(self._rank_at(coordinates) for coordinates in itertools.product(*spans))
 
-    def _origins(self, axes: Sequence[str]) -> itertools.product[tuple[int, ...]]:
-        return itertools.product(
+    def _groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """The ranks of every subgroup along these axes."""
+        origins = itertools.product(
             *(range(1 if axis in axes else size) for axis, size in zip(AXES, self.mesh.sizes, strict=True))
         )
+        return [list(self.ranks(axes, dict(zip(AXES, at, strict=True)))) for at in origins]
 
     def _rank_at(self, coordinates: Sequence[int]) -> int:
         rank = 0

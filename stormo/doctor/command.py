@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
 def _slices(asked: str, *, as_document: bool) -> int:
     if asked:
         if not asked.isdecimal():
-            raise SettingError(f"--slices {asked} was set", "it is no number", "set --slices 7, or 0 to undo it")
+            why = "it is no whole number from 0 on"
+            raise SettingError(f"--slices {asked} was set", why, "set --slices 7, or 0 to undo it")
         slices.cut(int(asked), say=lambda line: write_text(f"{line}\n", sys.stderr))
     write_text(slices.show_slices(as_document=as_document), sys.stdout)
     return 0
@@ -72,6 +73,8 @@ def _is_job(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether several workers are asked for, or a launcher has started this process as one of them."""
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
     flags = {option.flag for option in options_of("workers", Workers)}
+    if "--slices" in given:  # of this machine, in a shell of a Slurm job too
+        return False
     return bool(given & flags) or any(launcher.detect(environ) for launcher in LAUNCHERS.values())
 
 

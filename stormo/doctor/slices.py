@@ -24,6 +24,8 @@ def show_slices(open_library: Callable[[], Nvml] = open_nvml, *, as_document: bo
     nvml = _open("--slices", open_library)
     try:
         gpus = [(gpu, _slices_of(nvml, gpu)) for gpu in nvml.devices()]
+        if not gpus:
+            raise SettingError("--slices was set", "NVML lists no GPU", "run it on a machine with NVIDIA GPUs")
         if as_document:
             return json.dumps([_as_json(gpu, slices) for gpu, slices in gpus], indent=2) + "\n"
         return "\n".join(_describe(gpu, slices) for gpu, slices in gpus)
@@ -42,7 +44,8 @@ def cut(
     run = run or _run
     gpu = _chosen(asked, count, open_library)
     if os.geteuid() != 0:
-        raise SettingError(f"{asked} was set", "only root may cut a GPU", f"type sudo stormo doctor {asked}")
+        chosen = f"CUDA_VISIBLE_DEVICES={gpu.index} " if "CUDA_VISIBLE_DEVICES" in os.environ else ""  # sudo drops it
+        raise SettingError(f"{asked} was set", "only root may cut a GPU", f"type sudo {chosen}stormo doctor {asked}")
     for destroy in _destroy(gpu):
         say(" ".join(destroy))
         run(destroy)  # fails where nothing is cut; what stays in the way ends the next command
@@ -58,10 +61,13 @@ def _chosen(asked: str, count: int, open_library: Callable[[], Nvml]) -> Device:
     nvml = _open(asked, open_library)
     try:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES")
-        named = {one.index for one in [*nvml.usable(setting), *(nvml.empty_mig_gpus() if setting is None else [])]}
-        gpus = [gpu for gpu in nvml.devices() if gpu.index in named]
+        gpus = nvml.devices()
+        if setting is not None:
+            named = {one.index for one in nvml.usable(setting)}
+            gpus = [gpu for gpu in gpus if gpu.index in named]
         if len(gpus) != 1:
             why = f"{len(gpus)} GPUs are visible, and one is cut at a time" if gpus else "no GPU is visible"
+            why += "" if setting is None else f" (CUDA_VISIBLE_DEVICES={setting})"
             raise SettingError(f"{asked} was set", why, "set CUDA_VISIBLE_DEVICES to the number of one GPU")
         gpu = gpus[0]
         if gpu.is_split() is None:

@@ -26,6 +26,7 @@ from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
 from stormo.layers.sync_batch_norm import (
     BatchNormBase,
     LocalNorm,
+    Reduce,
     SynchronisedNorm,
     convert_sync_batch_norm,
     local_statistics,
@@ -50,6 +51,9 @@ from stormo.tasks.returned import check_model, read_loss, without_gradient
 from stormo.tasks.task import Task
 
 _SPARSE = "the model has sparse gradients"
+_NO_HOST_SUM = (
+    "Statistics of batch norm are summed by NCCL: the workers' slices could not share host memory, which is faster."
+)
 # Settings of the optimizer that need dense gradients, and why.
 _NEED_DENSE = (
     ("noise_scale", "which are compared by their norms"),
@@ -126,10 +130,22 @@ class Strategy:
 
     def _convert_batch_norms(self, model: nn.Module) -> nn.Module:
         if self._settings.speed.sync_batch_norm and self.world.data.size > 1:
-            model = convert_sync_batch_norm(model, self.world.small_messages().sum)
+            model = convert_sync_batch_norm(model, self._statistics_sum())
         if self._settings.batch.ghost_batch_size is not None:
             model = convert_ghost_batch_norm(model, self._settings.batch.ghost_batch_size)
         return model
+
+    def _statistics_sum(self) -> Reduce:
+        """How the statistics of batch norm are summed: their messages are small, and the computation waits for them."""
+        layout = self._plan.layout
+        if layout.backend == "nccl" and layout.num_nodes == 1 and layout.shares_a_gpu:
+            from stormo.parallel.host_sum import open_host_sum
+
+            through_host = open_host_sum(self.world, self.world.data.ranks)
+            if through_host is not None:
+                return through_host
+            self.notices.append(_NO_HOST_SUM)
+        return self.world.small_messages().sum
 
     def _make_optimizer(self, model: nn.Module) -> None:
         own = make_task_optimizer(self.task.optimizer, model)
@@ -552,6 +568,10 @@ class Strategy:
 
     def _replayed(self) -> None:
         """Called after a micro-batch was replayed."""
+
+    def close(self) -> None:
+        """Free the CUDA graph: while one holds collectives, NCCL does not end."""
+        self._graph = None
 
     def check_first_gradients(self) -> None:
         """Check the first gradients for errors that would stay silent. All workers call it."""

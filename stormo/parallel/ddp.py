@@ -42,6 +42,7 @@ _NO_GRAPH_UNUSED = (
     "Steps are run by Python, not replayed as a CUDA graph: the task has find_unused = True, and which parameters a "
     "batch leaves out is found by Python."
 )
+_NO_GRAPH_ELSEWHERE = "Steps are run by Python, not replayed as a CUDA graph: another worker could not capture one."
 
 
 def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -170,7 +171,7 @@ class Ddp(Strategy):
     def warm_up(
         self, loader: Loader, batches: Iterable[Batch] | None = None, on_loss: Callable[[Tensor], None] | None = None
     ) -> None:
-        """As on one device; error feedback and waiting times are not kept."""
+        """As on one device; error feedback is not kept."""
         if self.powersgd is not None:
             self.powersgd.is_rehearsal = True
         try:
@@ -230,8 +231,9 @@ class Ddp(Strategy):
             self.clear_gradients()
         with nullcontext() if self._hook_meter is None else self._hook_meter.capturing():
             super()._capture(batch)
-        if self.world.max(torch.tensor([float(self._graph is None)])).item():
+        if self.world.max(torch.tensor([float(self._graph is None)])).item() and self._graph is not None:
             self._graph = None  # a collective of a graph must be one of all graphs
+            self.notices.append(_NO_GRAPH_ELSEWHERE)
 
     def _replayed(self) -> None:
         if self._hook_meter is not None:

@@ -34,6 +34,11 @@ class ExposedWait:
         """Seconds so far; on a GPU of the finished steps."""
         return self._host_s if self._counter is None else self._counter.read_s()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the time counts now."""
+        return self._depth > 0
+
     def reset(self) -> None:
         """Start again at zero."""
         self._host_s = 0.0
@@ -90,16 +95,19 @@ class ExposedWait:
         """Count the waits of torch's sharding: for gathered weights, and for the last reduced gradients."""
         from torch.distributed.fsdp import FSDPModule  # takes a second, and most strategies have none
 
+        waits = ["wait_for_unshard", "finalize_backward"]
+        if self._device.type == "cpu":  # has no streams: its collectives end where they start
+            waits += ["unshard", "post_backward"]
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 for group in _parameter_groups(module):
-                    group.wait_for_unshard = self._counted(group.wait_for_unshard)
-                    group.finalize_backward = self._counted(group.finalize_backward)
+                    for name in waits:
+                        setattr(group, name, self._counted(getattr(group, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             with self.waiting():
-                return function(*arguments)
+                return function(*arguments, **named)
 
         return call
 
@@ -135,7 +143,7 @@ class _DeviceCounter:
         self._launch(is_end=True)
 
     def _launch(self, *, is_end: bool) -> None:
-        from stormo.layers.clock_kernel import interval_kernel  # imports triton
+        from stormo.parallel.clock_kernel import interval_kernel  # imports triton
 
         launch(interval_kernel, (1,), self._began_and_total, IS_END=is_end)
 

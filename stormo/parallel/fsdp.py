@@ -93,7 +93,7 @@ class Sharded(Strategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         group = self.world.data
-        if self._zero and self._plan.channels_last and not self._plan.compile:
+        if self._plan.channels_last:
             for layer in model.modules():
                 if isinstance(layer, nn.Conv2d):
                     layer.register_forward_pre_hook(_in_channels_last)
@@ -333,7 +333,18 @@ def compose(
             dtype, on_gpu = HALF_DTYPES.get(plan.precision) if layout.zero == 3 else None, layout.device_type == "cuda"
             # Not with recomputing, which runs unit by unit, nor with --shard-modules.
             merges = dims.mesh.size == 1 and not sharding.checkpoint_activations and sharding.shard_modules is None
-            shard(root, units, dims, dtype=dtype, frees=frees, offload=sharding.offload, on_gpu=on_gpu, merges=merges)
+            joins = not sharding.checkpoint_activations and dims.mesh.pipeline == 1
+            shard(
+                root,
+                units,
+                dims,
+                dtype=dtype,
+                frees=frees,
+                offload=sharding.offload,
+                on_gpu=on_gpu,
+                merges=merges,
+                joins_norms=joins,
+            )
     return specs
 
 
@@ -362,6 +373,7 @@ def shard(
     offload: bool,
     on_gpu: bool,
     merges: bool,
+    joins_norms: bool,
 ) -> FSDPModule:
     """Shard a model in place: its units, then what is left of it.
 
@@ -374,6 +386,7 @@ def shard(
         offload: keep the shards in host memory.
         on_gpu: whether the workers compute on GPUs.
         merges: merge neighbouring units, if nothing is freed between them.
+        joins_norms: gather all batch norms together, as their weights are small and each message costs time.
     """
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
@@ -386,18 +399,20 @@ def shard(
     mesh = dims.devices["replicate", "shard"] if both else dims.devices["shard"]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     host = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
-    # A batch norm is a unit without mixed precision: its weights must have the dtype of its running statistics.
+    # Batch norms are units without mixed precision: their weights must have the dtype of their running statistics.
     norms = [path for path, layer in model.named_modules() if path and has_statistics(layer)] if dtype else []
+    norm_groups = [norms] if norms and joins_norms else [[path] for path in norms]
     groups = [[path] for path in units if path not in norms]
     if merges and not (frees or both or offload):
         groups = _merged([path for (path,) in groups], UNITS_OF_ONE_WORKER)
-    for paths in (*([path] for path in norms), *groups):
+    for paths in (*norm_groups, *groups):
+        is_norm = paths[0] in norms
         fully_shard(
             [model.get_submodule(path) for path in paths],
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy() if paths[0] in norms else policy,
+            mp_policy=MixedPrecisionPolicy() if is_norm else policy,
             offload_policy=host,
-            reshard_after_forward=frees,
+            reshard_after_forward=frees and not (is_norm and joins_norms),
         )
     # Backward needs the root at once: its weights stay gathered in between.
     return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=host, reshard_after_forward=False)

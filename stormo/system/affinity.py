@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PCI = Path("/sys/bus/pci/devices")
+_SYSFS = Path("/sys")
 _LEAST_EXCLUSIVE = 4  # cores; NCCL's and the loader's threads inherit the binding, and would starve on fewer
 _unbound: set[int] | None = None  # the cores of this process before it was bound here
 
@@ -36,7 +36,7 @@ def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, local_size: int) -> str
     allowed = os.sched_getaffinity(0)
     if len(allowed) < (os.cpu_count() or 0):
         return None  # bound by the user, the launcher or a container
-    found = choose_cores(bus_ids, local_rank, local_size, allowed, _PCI)
+    found = choose_cores(bus_ids, local_rank, local_size, allowed, _SYSFS)
     if found is None:
         return None
     node, cores = found
@@ -63,24 +63,26 @@ def choose_cores(
     if len(bus_ids) >= local_size:  # else the launcher shows each worker other GPUs
         on_node = [rank for rank in range(local_size) if _neighbours(bus_ids[rank], root) == own]
         if len(cores) >= _LEAST_EXCLUSIVE * len(on_node):
-            cores = _part(cores, on_node.index(local_rank), len(on_node))
+            cores = _part(cores, on_node.index(local_rank), len(on_node), root)
     return None if set(cores) == set(allowed) else (own.node, cores)
 
 
-def _part(cores: Sequence[int], index: int, count: int) -> list[int]:
-    """An equal part of every run of consecutive numbers: the second run holds the hyperthreads of the first."""
-    return [
-        core
-        for first, last in _runs(cores)
-        for core in range(
-            first + (last + 1 - first) * index // count,
-            first + (last + 1 - first) * (index + 1) // count,
-        )
-    ]
+def _part(cores: Sequence[int], index: int, count: int, root: Path) -> list[int]:
+    """An equal part; hyperthreads of one core stay together where that is possible."""
+    in_order = sorted(cores, key=lambda core: (_first_thread(core, root), core))
+    return sorted(in_order[len(cores) * index // count : len(cores) * (index + 1) // count])
+
+
+def _first_thread(core: int, root: Path) -> int:
+    """The first hyperthread of the same physical core."""
+    try:
+        return _parse((root / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text())[0]
+    except (OSError, ValueError):
+        return core
 
 
 def _neighbours(bus_id: str, root: Path) -> _Neighbours | None:
-    folder = root / bus_id.lower()[-12:]  # NVML writes the domain with eight digits
+    folder = root / "bus/pci/devices" / bus_id.lower()[-12:]  # NVML writes the domain with eight digits
     try:
         node = int((folder / "numa_node").read_text())
         cores = _parse((folder / "local_cpulist").read_text())
@@ -90,7 +92,7 @@ def _neighbours(bus_id: str, root: Path) -> _Neighbours | None:
 
 
 def _parse(text: str) -> tuple[int, ...]:
-    """Linux' lists: 0-3,8-11."""
+    """Cores from Linux' notation: 0-3,8-11."""
     found: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -98,15 +100,12 @@ def _parse(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _runs(cores: Sequence[int]) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], core)
-        else:
-            runs.append((core, core))
-    return runs
-
-
 def _ranges(cores: Sequence[int]) -> str:
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in _runs(cores))
+    """As Linux writes them: 0-3,8-11."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

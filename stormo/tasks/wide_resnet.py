@@ -58,7 +58,7 @@ class WideResNet(nn.Module):
 
 def score(head: nn.Module, features: Tensor) -> Tensor:
     """What the last block gives, [n, channels, h, w] -> logits [n, num_classes]."""
-    if not features.is_contiguous(memory_format=torch.channels_last):
+    if not (features.is_cuda and features.is_contiguous(memory_format=torch.channels_last)):
         return head(features.mean((2, 3)))  # type: ignore[no-any-return]
     # The same mean, whose gradient is in channels_last too; that of the other would be copied by layer after layer.
     return head(features.permute(0, 2, 3, 1).flatten(1, 2).mean(1))  # type: ignore[no-any-return]

@@ -66,7 +66,7 @@ class RunContext:
         # A vote is cast when a step begins and read when it ends, so a rank can be one step ahead of others. On GPUs it
         # is read a step later: the host, which is ahead of its GPU, need not wait for the slowest host.
         staleness = self.state.strategy.staleness
-        lag = max(0, staleness - 1, self.world.size > 1 and self.world.device.type == "cuda")
+        lag = max(0, staleness - 1, int(self.world.size > 1 and self.world.device.type == "cuda"))
         levels = self.world.levels() if staleness != 1 else None
         if levels is not None:
             lag = max(lag, 1)  # a rank can be two steps ahead

@@ -239,6 +239,7 @@ class Trainer:
             explain() if calls_model else nullcontext(),
         ):
             strategy = strategy_class(self.plan.layout)(world, self.plan, task, config)
+        self._closing.callback(strategy.close)
         seed_generators(derive_seed(seed, "worker", world.random_stream))  # each rank draws its own dropout
         self._setup_times.done("model")
         self._loader = loader = make_loader(config, self.plan, task, world)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import rank_pool, slices
+from benchmarks import rank_pool, slice_devices, slices
 from benchmarks.slice_devices import cpu_processes, find_slices
 from benchmarks.slice_exactness import Outcome, checks, loss_difference
 from benchmarks.slice_speed import Speed, recorded_link
 from benchmarks.strategy_exactness import Trained
 from benchmarks.strategy_worker import Chunk
 from stormo.config.strategies import SPECS
+from stormo.system.hardware import Gpu
 from tests import programs
-from tests.fake_nvml import Card, FakeNvml
 
 FIGURES = [
     "workers",
@@ -50,9 +50,9 @@ def test_two_cpu_processes_go_through_both_stages(
 
 
 def _cut(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    instances: list[Card | None] = [Card(f"MIG-{index}", "NVIDIA H200 MIG 1g.18gb") for index in range(count)]
-    cards = [Card("GPU-a", "Tesla V100"), Card("GPU-b", instances=[*instances, None])]
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cards))
+    gpu = Gpu(name="NVIDIA H200 MIG 1g.18gb", memory_bytes=16 * 2**30, capability=(9, 0), slice_of="GPU-0")
+    made = [replace(gpu, uuid=f"MIG-{index}") for index in range(count)]
+    monkeypatch.setattr(slice_devices, "visible_slices", lambda: made)
 
 
 def test_ranks_get_a_slice_and_a_host_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,5 +95,8 @@ def test_the_plan_says_what_is_done() -> None:
     began = ResolvedBatch(global_batch_size=8, learning_rate=1.0, warmup_start=1.0, link={"world_size": 4})
     assert "with which the run began" in link_line(replace(configured(), resumed=began), gpus())["link"]
     assert link_line(replace(configured(), resumed=began), gpus(num_nodes=2)) == {"link": two}
-    with pytest.raises(SettingError, match="--tune-link was set with backend gloo"):
+    assert line(layout_of(gpus=[H200]), tune_link=True) == "not measured: one worker has no link"
+    with pytest.raises(SettingError, match=r"--tune-link was set with backend gloo.*; leave it out: NCCL needs GPUs"):
         plan_of(num_gpus=2, tune_link=True, facts=FACTS)
+    with pytest.raises(SettingError, match="; set --backend nccl"):
+        plan_of(gpus=[H200] * 2, backend="gloo", tune_link=True, facts=FACTS)

@@ -391,6 +391,11 @@ def test_channels_last_is_for_gpus_and_arm_and_can_be_set(monkeypatch: pytest.Mo
     assert plan_of().channels_last
     assert plan_of(channels_last=True).channels_last
     assert not plan_of([H200], channels_last=False).channels_last
+    two = {"gpus": [H200] * 2, "num_gpus": 2}
+    assert plan_of(**two, strategy="fsdp").channels_last
+    assert not plan_of(**two, strategy="fsdp", compile=True).channels_last
+    assert not plan_of(**two, strategy="pipeline").channels_last
+    assert not plan_of([H200] * 4, num_gpus=4, mesh="pipeline=2,shard=2").channels_last
 
 
 def test_compile_and_autotune_are_weighed_against_their_cost() -> None:

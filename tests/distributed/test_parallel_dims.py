@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from benchmarks.rank_pool import RankPool
+from benchmarks.slice_devices import find_slices
+from stormo.config.link import Link
 from stormo.config.mesh import Mesh
+from stormo.distributed.parallel_dims import _environment
 from stormo.distributed.world import World
 
 Ranks = Callable[..., list[Any]]
@@ -60,3 +66,32 @@ def _seconds(group: Any) -> float:
 
 def test_subgroups_have_the_timeout_of_the_run(run_ranks: Ranks) -> None:
     assert run_ranks(_limits, 4) == [[60.0, 60.0]] * 4
+
+
+def test_a_variable_is_set_for_a_moment_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    with _environment("NCCL_ALGO", "Tree"):
+        assert os.environ["NCCL_ALGO"] == "Tree"
+    with _environment("NCCL_ALGO", None):
+        assert "NCCL_ALGO" not in os.environ
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    with _environment("NCCL_ALGO", "Tree"):
+        assert os.environ["NCCL_ALGO"] == "Ring"
+    assert os.environ["NCCL_ALGO"] == "Ring"
+
+
+def _small_messages(world: World) -> tuple[bool, float, float, bool]:
+    world.link = Link(world_size=world.size, small_algo="tree")
+    line = world.small_messages()
+    total = float(line.sum(torch.ones(1, device=world.device)))
+    assert line.group is not None
+    options = line.group._get_backend(torch.device("cuda")).options
+    return line.group is world.data.group, total, options._timeout.total_seconds(), "NCCL_ALGO" in os.environ
+
+
+@pytest.mark.gpu
+@pytest.mark.slices(2)
+def test_small_messages_have_a_communicator_of_their_own_with_the_timeout_of_the_run() -> None:
+    slices = find_slices()
+    with RankPool(60.0, [slices.of_rank(rank) for rank in range(2)]) as pool:
+        assert pool.run(_small_messages, 2) == [(False, 2.0, 60.0, False)] * 2

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from stormo.config.options import UsageError
 from stormo.doctor import command, slices
 from stormo.doctor.slices import cut, largest, show_slices
 from stormo.errors import EXIT_USAGE, SettingError
@@ -99,12 +100,18 @@ def _not_root(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(whole())
 
 
+def _chosen_not_root(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    return Machine(whole(0), whole(1))
+
+
 def _two(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(whole(0), whole(1))
 
 
 def _hidden(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "foo")
     return Machine(whole())
 
 
@@ -112,8 +119,10 @@ def _hidden(monkeypatch: pytest.MonkeyPatch) -> Machine:
     ("make", "count", "words"),
     [
         (_not_root, 7, "only root may cut a GPU"),
+        (_chosen_not_root, 7, "type sudo CUDA_VISIBLE_DEVICES=1 stormo doctor --slices 7"),
         (_two, 7, "2 GPUs are visible"),
-        (_hidden, 7, "no GPU is visible"),
+        (lambda _: Machine(cut_h200(0, 3), whole(1)), 7, "2 GPUs are visible"),
+        (_hidden, 7, r"no GPU is visible \(CUDA_VISIBLE_DEVICES=foo\)"),
         (lambda _: Machine(Card("GPU-v", "Tesla V100")), 7, "cannot be cut"),
         (
             lambda _: Machine(whole(ComputeRunningProcesses=processes(11, 12))),
@@ -181,11 +190,29 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert [command.main(["--slices", *words]) for words in ([], ["7"], ["0", "--json"])] == [0, 0, 0]
     assert cuts == [7, 0]
     assert capsys.readouterr().out == "shown False\nshown False\nshown True\n"
-    with pytest.raises(SettingError, match="is no number"):
-        command.main(["--slices", "many"])
+    for wrong in ("many", "-1", "1.5"):
+        with pytest.raises(SettingError, match="is no whole number from 0 on"):
+            command.main(["--slices", wrong])
+
+
+def test_slices_are_of_this_machine_in_a_job_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slices, "show_slices", lambda as_document: "shown\n")
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert command.main(["--slices"]) == 0
+    assert capsys.readouterr().out == "shown\n"
+    with pytest.raises(UsageError, match="unrecognized arguments: --num-gpus 2"):
+        command.main(["--slices", "--num-gpus", "2"])
 
 
 def test_without_nvml_it_says_why() -> None:
     library = FakeNvml([], init=NVMLError("Driver Not Loaded"))
     with pytest.raises(SettingError, match="Driver Not Loaded"):
         show_slices(lambda: open_nvml(lambda _: library))
+
+
+def test_a_machine_without_gpus_is_told_so() -> None:
+    with pytest.raises(SettingError, match="NVML lists no GPU"):
+        show_slices(Machine().open)

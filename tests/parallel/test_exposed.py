@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from stormo.distributed.world import World
@@ -28,6 +29,11 @@ SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
     "local": (2, {"strategy": "local", "average_every": "1"}),
     "replicas of shards": (4, {"mesh": "replicate=2,shard=2"}),
     "replicas of tensor-parallel models": (4, {"mesh": "replicate=2,tensor=2"}),
+}
+
+SHARDING = {  # collectives of `fully_shard`, by their names until torch 2.11 and since torch 2.13
+    "gather": ("all_gather_into_tensor", "all_gather_single"),
+    "reduce": ("reduce_scatter_tensor", "reduce_scatter_single"),
 }
 
 
@@ -58,6 +64,33 @@ def test_waits_of_a_strategy_are_counted(run_ranks: Ranks, name: str) -> None:
         assert 0.0 <= exposed_s <= wall_s
     # A server that has its own reply at once does not wait for the other worker's.
     assert any(exposed_s > 0.0 for _, exposed_s, _ in found)
+
+
+def _uncounted(world: World, flags: dict[str, Any]) -> dict[str, list[bool]]:
+    parts = build(world, {"num_train": 64, "norm": False}, global_batch_size=16, **flags)
+    exposed, found = parts.strategy.exposed, dict[str, list[bool]]()
+
+    def watched(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            found.setdefault(kind, []).append(exposed.is_waiting)
+            return collective(*arguments, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, names in SHARDING.items():
+            for name in names:
+                if hasattr(dist, name):
+                    patch.setattr(dist, name, watched(kind, getattr(dist, name)))
+        steps(parts, 2)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_all_collectives_of_shards_on_cpus_count(run_ranks: Ranks, strategy: str) -> None:
+    for found in run_ranks(_uncounted, 2, {"strategy": strategy}):
+        assert set(found) == set(SHARDING)
+        assert all(all(counted) for counted in found.values()), found
 
 
 def test_a_wait_inside_another_one_counts_once() -> None:

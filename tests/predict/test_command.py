@@ -134,7 +134,7 @@ def test_server_and_local_are_rows_and_their_options_are_left_out_of_other_comma
     def found(*flags: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         seen = json.loads(predict(capsys, *arguments, *flags))
         (asked,) = [candidate for candidate in seen["ways"] if candidate["is_as_set"]]
-        assert seen["ways"][1]["flags"] == ["--strategy", "ddp"]
+        assert seen["ways"][1]["flags"][:2] == ["--strategy", "ddp"]  # with --no-graph where a graph does not fit
         assert seen["ways"][1]["is_possible"]
         return asked, seen["ways"][1], seen["advice"]["command"].split()
 

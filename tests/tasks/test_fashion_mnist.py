@@ -34,17 +34,20 @@ def test_one_image_costs_11_08_gflop() -> None:
     assert training_flops(10) == pytest.approx(11.08e9, rel=1e-3)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_the_head_takes_the_mean_and_keeps_the_layout(dtype: torch.dtype, layout: torch.memory_format) -> None:
-    features = torch.randn(8, 64, 7, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_the_head_takes_the_mean_and_its_gradient_keeps_the_layout(
+    dtype: torch.dtype, layout: torch.memory_format
+) -> None:
+    features = torch.randn(8, 64, 7, 7, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
     features = features.contiguous(memory_format=layout).requires_grad_() * 1
     seen: list[torch.Tensor] = []
     features.register_hook(seen.append)
     means = score(torch.nn.Identity(), features)
     means.sum().backward()
-    assert torch.equal(means, features.mean((2, 3)))
-    assert torch.equal(seen[0], torch.full_like(features, 1 / 49))
+    torch.testing.assert_close(means, features.mean((2, 3)))
+    torch.testing.assert_close(seen[0], torch.full_like(features, 1 / 49))
     assert seen[0].is_contiguous(memory_format=layout)
 
 

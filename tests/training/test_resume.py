@@ -230,7 +230,7 @@ FREE = frozenset(
         # where it runs
         *("num_gpus", "num_nodes", "max_restarts", "launcher", "hosts", "hostfile", "print_commands", "node_id"),
         *("master_addr", "master_port", "device", "backend", "timeout", "strategy", "servers", "mesh", "zero"),
-        *("tune_link",),
+        *("tune_link", "bind"),
         # how it gets there: the same result but for rounding
         *("compile", "graph", "channels_last", "autotune", "loader", "loader_workers", "validation_batch_size"),
         *("checkpoint_activations", "offload", "shard_modules", "schedule"),

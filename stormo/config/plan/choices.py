@@ -46,18 +46,16 @@ def choose_precision(config: TrainConfig, layout: Layout) -> tuple[str, str]:
     return "fp16", f"fast on {gpu.name}{speed}, which has no bf16; losses are scaled, weights stay fp32"
 
 
-def choose_channels_last(config: TrainConfig, layout: Layout, precision: str) -> tuple[bool, str]:
+def choose_channels_last(config: TrainConfig, layout: Layout, precision: str, compiled: bool) -> tuple[bool, str]:
     """The memory layout of images, and why."""
     if config.speed.channels_last is not None:
         return config.speed.channels_last, "as set"
-    if layout.is_sharded and layout.device_type == "cuda" and layout.zero and precision != "fp64":
-        return (
-            True,
-            "the layout of the GPU's matrix units, for activations; weights are sharded in their default layout",
-        )
+    suits_gpu = layout.device_type == "cuda" and precision != "fp64"
     if layout.is_sharded:
+        if suits_gpu and layout.zero and layout.mesh.pipeline == 1 and not compiled:
+            return True, "on activations, for the GPU's matrix units; weights are sharded in their default layout"
         return False, f"strategy {layout.strategy} shards weights in their default layout"
-    if layout.device_type == "cuda" and precision != "fp64":
+    if suits_gpu:
         return True, "the layout of the GPU's matrix units"
     if layout.device_type == "cpu" and platform.machine() in ("aarch64", "arm64"):
         return True, "convolutions are faster with it on ARM"

@@ -51,7 +51,7 @@ def check_parallelism(config: TrainConfig, layout: Layout) -> None:
         raise SettingError(
             f"--tune-link was set with backend {layout.backend}",
             "it tunes NCCL's sockets",
-            "set --backend nccl, or leave it out",
+            "set --backend nccl, or leave it out" if layout.device_type == "cuda" else "leave it out: NCCL needs GPUs",
         )
     method = config.workers.compress
     if method != "none" and not layout.spec.takes_compression:

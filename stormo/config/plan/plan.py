@@ -172,9 +172,9 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     if config.resumed:
         start = config.resumed.warmup_start
     precision, precision_reason = choose_precision(config, layout)
-    channels_last, layout_reason = choose_channels_last(config, layout, precision)
     seconds = estimate_s(config, layout, facts, precision)
     compiled, compile_reason = pays_off(config.speed.compile, seconds, COMPILE_COST_S, facts.compile_saves, layout)
+    channels_last, layout_reason = choose_channels_last(config, layout, precision, compiled)
     autotune, autotune_reason = pays_off(config.speed.autotune, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
     is_short = global_batch_size > facts.num_train
     graph, graph_reason = choose_graph(config, layout, compiled, is_short, config.batch.accumulate)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, attr-defined"
 # ruff: noqa: D103, N803
-"""A Triton kernel that reads the device's clock, for intervals of a stream. No layout is checked here."""
+"""A Triton kernel that reads the device's clock at the start and at the end of a wait, and adds the difference."""
 
 from __future__ import annotations
 

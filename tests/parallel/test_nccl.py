@@ -1,0 +1,127 @@
+"""Strategies over NCCL, on slices of one GPU: no step waits for the device, and a replayed step is that of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.rank_pool import RankPool
+from benchmarks.slice_devices import find_slices
+from stormo.distributed.world import World
+from stormo.parallel.base import Strategy
+from tests.parallel.test_exposed import SETUPS, Trunk
+from tests.tiny_run import Parts, build
+from tests.tiny_task import Tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slices(4)]
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    slices = find_slices()
+    with RankPool(60.0, [slices.of_rank(rank) for rank in range(4)]) as made:
+        yield made
+
+
+def _built(world: World, flags: dict[str, Any]) -> Parts:
+    task_class = Trunk if flags.get("strategy") == "hybrid" else Tiny
+    parts = build(world, {"num_train": 256, "norm": False}, task_class=task_class, global_batch_size=16, **flags)
+    parts.strategy.warm_up(parts.loader)
+    return parts
+
+
+def _train(parts: Parts, first: int, last: int) -> None:
+    for number, batch in enumerate(parts.loader.epoch(1)):
+        if first <= number < last:
+            parts.strategy.micro_step(batch)
+            parts.strategy.step(parts.plan.learning_rate)
+            parts.state.progress.advance(parts.loader.samples(batch.span))
+            parts.strategy.exchange_weights()
+
+
+def _trained_without_waiting(world: World, flags: dict[str, Any]) -> bool:
+    parts = _built(world, flags)
+    _train(parts, 0, NUM_STEPS)  # the first ones find shapes and write what the plan is
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _train(parts, NUM_STEPS, 2 * NUM_STEPS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        parts.strategy.close()
+    return all(bool(weight.isfinite().all()) for weight in parts.strategy.weights())
+
+
+@pytest.mark.parametrize("name", [name for name in SETUPS if name != "server"])  # servers hold weights in host memory
+def test_no_step_waits_for_the_device(pool: RankPool, name: str) -> None:
+    size, flags = SETUPS[name]
+    assert pool.run(_trained_without_waiting, size, flags) == [True] * size
+
+
+def _trained(world: World, flags: dict[str, Any]) -> tuple[list[Any], list[float], bool]:
+    parts = _built(world, flags)
+    strategy: Strategy = parts.strategy
+    _train(parts, 0, 2 * NUM_STEPS)
+    assert strategy.noise_scale is not None
+    found = [weight.detach().cpu().numpy() for weight in strategy.weights()], strategy.noise_scale.state()
+    is_captured = strategy._graph is not None
+    strategy.close()
+    return *found, is_captured
+
+
+def test_a_replayed_step_of_ddp_is_that_of_python(pool: RankPool) -> None:
+    replayed, eager = (pool.run(_trained, 4, {"graph": graph, "precision": "fp32"}) for graph in (True, False))
+    for (weights, noise, is_captured), (expected, expected_noise, is_eager_captured) in zip(
+        replayed, eager, strict=True
+    ):
+        assert is_captured
+        assert not is_eager_captured
+        assert noise == pytest.approx(expected_noise, rel=1e-4)
+        for one, other in zip(weights, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+class Branches(Tiny):
+    """Each worker takes one of two branches, by the samples that it has, before a batch norm that all share."""
+
+    find_unused = True
+
+    def model(self) -> nn.Module:
+        return Forked(self.options.width)
+
+
+class Forked(nn.Module):
+    """Two branches and a common end."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(8, width) for _ in range(2))
+        self.end = nn.Sequential(nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+        self.place = 0
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        """Score points, all by the same branch."""
+        return cast(torch.Tensor, self.end(self.branches[self.place](points)))
+
+
+def _branched(world: World) -> list[Any]:
+    flags = {"sync_batch_norm": True, "precision": "fp64", "strategy": "ddp"}
+    parts = build(world, {"num_train": 256}, task_class=Branches, global_batch_size=16, **flags)
+    model = parts.strategy.module
+    assert isinstance(model, Forked)
+    model.place = world.rank % 2
+    parts.strategy.warm_up(parts.loader)
+    _train(parts, 0, 2 * NUM_STEPS)
+    return [weight.detach().cpu().numpy() for weight in parts.strategy.weights()]
+
+
+def test_workers_that_use_different_parameters_exchange_gradients_and_statistics(pool: RankPool) -> None:
+    first, *others = pool.run(_branched, 4)
+    for weights in others:
+        assert all((one == other).all() for one, other in zip(weights, first, strict=True))
+    assert not (first[0] == first[2]).all()  # both branches were trained, each by half of the workers
