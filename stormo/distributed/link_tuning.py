@@ -27,7 +27,7 @@ from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore, Store
 from stormo.errors import StormoError, pluralize
 from stormo.launch import RankInfo
-from stormo.system.files import data_cache, private_folder, read_object
+from stormo.system.files import BadFileError, data_cache, private_folder, read_object
 from stormo.telemetry.folder import write_json
 
 LIMIT_S = 8.0  # for all measurements
@@ -262,13 +262,13 @@ def _known(members: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None,
     """The link where nothing need be measured; a sentence."""
     if not all(member["has_library"] for member in members):
         return asdict(Link(world_size=len(members))), "The link is not tuned: NCCL is a part of this torch"
-    path = _cache_file(members)
     try:
+        path = _cache_file(members)
         link = Link.read(read_object(path)["link"])
-    except FileNotFoundError:
-        return None, ""
-    except (OSError, KeyError, ValueError):
+    except (BadFileError, KeyError, ValueError):
         return None, f"{path} is damaged and is replaced. "
+    except OSError:  # missing, or a folder that cannot be used, which is said where it is written
+        return None, ""
     return asdict(link), f"The link was measured earlier ({path}): {link}"
 
 
@@ -289,8 +289,8 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
         text += f"; no other of {pluralize(len(to_try) - num_left, 'setting')} was 5 % faster"
     if num_left:
         text += f"; {num_left} more were not tried, as {LIMIT_S:g} s were over"
-    path = _cache_file(members)
     try:
+        path = _cache_file(members)
         if num_left == len(to_try) > 0:  # the machine was slow this time
             return link, text
         private_folder(path.parent)
@@ -304,4 +304,7 @@ def _cache_file(members: Sequence[Mapping[str, Any]]) -> Path:
     """The file of a link: another one for other hosts, GPUs, versions of NCCL or variables of the user."""
     digest = hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
     own = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", "")}  # $STORMO_DATA may be shared with other users
-    return data_cache(own).expanduser() / "links" / f"{digest[:32]}.json"
+    try:
+        return data_cache(own).expanduser() / "links" / f"{digest[:32]}.json"
+    except RuntimeError as error:  # a container's user without a home folder
+        raise OSError(str(error)) from None

@@ -209,6 +209,18 @@ def test_a_cache_that_cannot_be_written_is_said(run: Tuned, cache: Path) -> None
     ((link, text),) = run(size=1)
     assert link.variables == BEST
     assert "it is not kept for later runs" in text
+    assert "damaged" not in text
+
+
+def test_a_user_without_a_home_folder_can_train(run: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expanduser(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    ((link, text),) = run(size=1)
+    assert link.variables == BEST
+    assert "it is not kept for later runs (Could not determine home directory.)" in text
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
