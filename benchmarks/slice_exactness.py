@@ -241,17 +241,8 @@ class Resumed:
 
     def _start(self, name: str, devices: Devices, strategy: str, *more: str) -> subprocess.Popen[str]:
         command = train_command(
-            *(
-                "fashion-mnist",
-                "--task.width",
-                0.25,
-                "--device",
-                devices.device,
-                "--num-gpus",
-                len(devices),
-                "--strategy",
-                strategy,
-            ),
+            *("fashion-mnist", "--task.width", 0.25, "--strategy", strategy),
+            *("--device", devices.device, "--num-gpus", len(devices)),
             *_RECIPE,
             *("--task.data-folder", str(self._data_folder), "--runs-folder", str(self._folder), "--run-name", name),
             *more,

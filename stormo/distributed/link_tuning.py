@@ -222,8 +222,9 @@ def choose_link(
     # Rank 0 decides for all: a node may see other network cards.
     if not group.share("is_tuned", asked or uses_sockets(layout, os.environ)):
         return None, ""
-    library, of_a_rank = nccl_library(), "NCCL_HOSTID"
-    told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_") and key != of_a_rank}
+    library = nccl_library()
+    told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+    told.pop("NCCL_HOSTID", None)  # differs between ranks
     member = {
         "host": rank_info.host,
         "gpu": torch.cuda.get_device_name(device),
@@ -289,10 +290,10 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
         text += f"; no other of {pluralize(len(to_try) - num_left, 'setting')} was 5 % faster"
     if num_left:
         text += f"; {num_left} more were not tried, as {LIMIT_S:g} s were over"
+    if num_left == len(to_try) > 0:  # the machine was slow this time
+        return link, text
     try:
         path = _cache_file(members)
-        if num_left == len(to_try) > 0:  # the machine was slow this time
-            return link, text
         private_folder(path.parent)
         write_json(path, {"members": members, "link": asdict(link)})
     except OSError as error:

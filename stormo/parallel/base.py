@@ -44,6 +44,7 @@ from stormo.parallel.compression import HALF_DTYPES, PowerSgd
 from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, capture
 from stormo.parallel.exposed import ExposedWait
 from stormo.parallel.gradient_noise import GradientNoise, NoiseScaleMeter, total_norm
+from stormo.parallel.host_sum import open_host_sum
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
@@ -139,8 +140,6 @@ class Strategy:
         """How the statistics of batch norm are summed: their messages are small, and the computation waits for them."""
         layout = self._plan.layout
         if layout.backend == "nccl" and layout.num_nodes == 1 and layout.shares_a_gpu:
-            from stormo.parallel.host_sum import open_host_sum
-
             through_host = open_host_sum(self.world, self.world.data.ranks)
             if through_host is not None:
                 return through_host

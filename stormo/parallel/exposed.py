@@ -63,7 +63,7 @@ class ExposedWait:
         self._range.__enter__()
         if self._device.type == "cuda":
             self._counter = self._counter or _DeviceCounter(self._device)
-            self._counter.begin()
+            self._counter.mark(is_end=False)
         else:
             self._began_s = time.perf_counter()
 
@@ -75,7 +75,7 @@ class ExposedWait:
         if self._counter is None:
             self._host_s += time.perf_counter() - self._began_s
         else:
-            self._counter.end()
+            self._counter.mark(is_end=True)
         assert self._range is not None
         self._range.__exit__(None, None, None)
 
@@ -134,15 +134,8 @@ class _DeviceCounter:
         self._total_s = 0.0
         self._is_copying = False
 
-    def begin(self) -> None:
-        """Keep the time."""
-        self._launch(is_end=False)
-
-    def end(self) -> None:
-        """Add the time since then."""
-        self._launch(is_end=True)
-
-    def _launch(self, *, is_end: bool) -> None:
+    def mark(self, *, is_end: bool) -> None:
+        """Keep the time, or add the time since then."""
         from stormo.parallel.clock_kernel import interval_kernel  # imports triton
 
         launch(interval_kernel, (1,), self._began_and_total, IS_END=is_end)

@@ -83,8 +83,9 @@ def _bind(config: TrainConfig, layout: Layout, rank_info: RankInfo) -> list[Noti
     if not config.workers.bind or layout.devices_per_worker > 1:
         return []
     bound = bind_to_gpu([gpu.bus_id for gpu in layout.gpus], rank_info.local_rank, rank_info.local_size)
-    text = f"rank {rank_info.rank} is {bound}; --no-bind turns it off"
-    return [] if bound is None else [Notice(kind="info", text=text)]
+    if bound is None:
+        return []
+    return [Notice(kind="info", text=f"rank {rank_info.rank} is {bound}; --no-bind turns it off")]
 
 
 class Trainer:
