@@ -38,10 +38,7 @@ _KEEP_BUFFERS: dict[str, Any] = (
 
 _LATER = "in a later batch, and with several workers all must have one"
 _STEPS_BEFORE_CAPTURE = 12  # in its first ones DDP times itself, with events that a capture does not take
-_NO_GRAPH_UNUSED = (
-    "Steps are run by Python, not replayed as a CUDA graph: the task has find_unused = True, and which parameters a "
-    "batch leaves out is found by Python."
-)
+_NO_GRAPH_UNUSED = "the task has find_unused = True, and which parameters a batch leaves out is found by Python"
 
 
 def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -222,7 +219,7 @@ class Ddp(Strategy):
             super()._capture(batch)
             return
         if self.task.find_unused:
-            self.notices.append(_NO_GRAPH_UNUSED)
+            self._note_no_graph(_NO_GRAPH_UNUSED)
             return
         for _ in range(_STEPS_BEFORE_CAPTURE):
             with self._gradient_sync(True):
