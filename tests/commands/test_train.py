@@ -139,11 +139,13 @@ def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch
     epochs = [_EPOCH_LINE.fullmatch(line) for line in lines[-3:-1]]
     assert [match and match[1] for match in epochs] == ["1", "2"]
     assert lines[-1].startswith("Energy: ")
-    assert lines[:-3] == read_events(whole[0] / "events.jsonl")[0]["explanation"]
+    stored = read_events(whole[0] / "events.jsonl")[0]["explanation"]
+    hidden = ("compile ", "graph ", "autotune ")  # what a CPU lacks
+    assert lines[:-3] == [line for line in stored if not line.startswith(hidden)]
 
 
 def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    run, done = whole
+    run, _ = whole
     result = summary(run)
     assert {key: result[key] for key in ("run_name", "strategy", "world_size", "global_batch_size", "device")} == {
         "run_name": "one",
@@ -162,7 +164,6 @@ def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.Comple
     assert names.count("checkpoint_saved") == 7  # steps 3, 6, 8 (the best so far), 9, 12, 15 and the end
     assert checkpoints(run)[-2:] == ["step-00000015", "step-00000016"]
     started = read_events(run / "events.jsonl")[0]
-    assert started["explanation"] == done.stdout.splitlines()[: len(started["explanation"])]
     said = [line.partition("  ")[0] for line in started["explanation"]]
     assert ("batch norm" in said, "channels last" in said) == (True, False), "the model has no convolution"
     assert json.loads((run / "environment.json").read_text(encoding="utf-8"))["world_size"] == 2
