@@ -296,6 +296,35 @@ def test_a_killed_run_leaves_no_loading_process_behind(tmp_path: Path) -> None:
         assert wait_until(lambda: not session(killed.pid)), session(killed.pid)
 
 
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("raise 1 7", "rank 1 on host .* failed: ValueError: .*"),
+        ("kill 1 7", "rank 1 on host .* was killed by SIGKILL .*"),
+    ],
+)
+def test_a_failed_worker_makes_a_failed_run_and_the_last_line_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, cause: str
+) -> None:
+    failed = stormo(tmp_path, "--num-gpus", "2", "--run-name", "f", fault=fault)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1] == "stormo: resume with: stormo train --resume f"
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["state"] == "failed"
+    # Rank 0 may have seen that its peer is gone, and written a summary, before it was ended.
+    assert re.fullmatch(cause, one["note"] or "") or summary(tmp_path / "runs" / "f")["stopped_by"] == "error"
+    assert main(["runs"]) == 0
+    assert "killed (last event" not in capsys.readouterr().out
+
+
+def test_before_a_checkpoint_there_is_no_word_of_a_resume(tmp_path: Path) -> None:
+    failed = stormo(tmp_path, "--num-gpus", "2", "--run-name", "f", "--checkpoint-every", "0", fault="kill 1 4")
+    assert failed.returncode == 1
+    assert "--resume" not in failed.stderr
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
