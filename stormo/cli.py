@@ -32,6 +32,7 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo submit [TASK] [options]  train as a Slurm job, which resumes after each time limit until it is done
   stormo monitor                  GPUs, processors, memory, disks and network of this node, live or as CSV
   stormo doctor                   what is wrong with this machine, or with a job, and how to fix it
+  stormo completion SHELL         a script that completes these verbs and their options: bash, zsh or fish
 
 stormo VERB --help shows the options of a verb; stormo --version the version.
 """
@@ -93,6 +94,12 @@ def _train(arguments: list[str]) -> int:
     return train.main(arguments)
 
 
+def _completion(arguments: list[str]) -> int:
+    from stormo.commands import completion
+
+    return completion.main(arguments, _VERBS)
+
+
 def _verb(module: str) -> Callable[[list[str]], int]:
     """A verb whose module is imported when it is typed."""
 
@@ -117,6 +124,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "submit": _verb("stormo.submit.command"),
     "monitor": _verb("stormo.commands.monitor"),
     "doctor": _verb("stormo.doctor.command"),
+    "completion": _completion,
 }
 _REMOVED = {
     "status": "squeue --me shows the jobs, tail -F runs/NAME/slurm.log the output of one",

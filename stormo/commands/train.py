@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from stormo.commands import dry_run
@@ -12,18 +14,22 @@ from stormo.config import options
 from stormo.config.layout import Layout
 from stormo.config.plan import resolve
 from stormo.config.schema import TrainConfig
-from stormo.errors import EXIT_FAILURE, StormoError, full_disk
+from stormo.errors import EXIT_FAILURE, EXIT_USAGE, StormoError, full_disk
 from stormo.launch import RankInfo, alone, open_failure_reporter, run_node
 from stormo.launch.environments.local import silence_resource_tracker
 from stormo.launch.environments.torchrun import note_failure
+from stormo.launch.failure import Failure
 from stormo.launch.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch.nodes import check_restarts, equal_settings, find_rank_info, node_of, run_with_restarts
+from stormo.launch.output import say
 from stormo.launch.slices import take_slice
 from stormo.system.process import STARTED, die_with_parent, process_start_unix_s, stormo_command
 from stormo.system.signals import exit_if_sigusr1_came
 from stormo.tasks.check import check_task
 from stormo.tasks.task import Task
 from stormo.telemetry.runs_folder import default_run_name
+from stormo.telemetry.runs_folder import note_failure as note_failure_of_run
+from stormo.telemetry.text import run_reference
 from stormo.training import staging
 from stormo.training.settings import Settings, checked, inherited_settings, merged_settings
 
@@ -67,7 +73,7 @@ def _start_workers(
 ) -> int:
     """Be the agent of this node: each worker runs this command again, and gets the settings that were read here."""
     exit_if_sigusr1_came()
-    workers, run, signals = config.workers, config.run, set[int]()
+    workers, run, signals, failures, started = config.workers, config.run, set[int](), list[Failure](), 0.0
     # A restart resumes the run of the first attempt, so its name is set here.
     named = [*arguments, "--runs-folder", run.runs_folder, "--run-name", run.run_name or default_run_name(config.task)]
     first = named if workers.max_restarts and run.resume is None else arguments
@@ -76,17 +82,31 @@ def _start_workers(
         attempt_arguments = [*named, "--resume"] if number else first
         merged = settings if attempt_arguments is arguments else merged_settings(attempt_arguments)[0]
         equal = _equal_settings(merged.config(task_options), layout)
-        started = str(time.time() if number else process_start_unix_s())
+        nonlocal started
+        started = time.time() if number else process_start_unix_s()
+        failures.clear()
         return run_node(
             [*stormo_command("train"), *attempt_arguments],
             node_of(config, layout),
             timeout_s=workers.timeout,
-            environ={**os.environ, STARTED: started, **merged.to_environment()},
+            environ={**os.environ, STARTED: str(started), **merged.to_environment()},
             signals=signals,
+            failures=failures,
             **equal,
         )
 
-    return run_with_restarts(attempt, restarts=workers.max_restarts, signals=signals, join_s=workers.timeout)
+    code = run_with_restarts(attempt, restarts=workers.max_restarts, signals=signals, join_s=workers.timeout)
+    if failures and code in (EXIT_FAILURE, EXIT_USAGE) and workers.node_id == 0:
+        _note_failure(Path(run.runs_folder), started, failures[-1])
+    return code
+
+
+def _note_failure(runs_folder: Path, started_unix_s: float, failure: Failure) -> None:
+    """Write why the workers failed into their run, and say how to resume it."""
+    with contextlib.suppress(OSError, StormoError):  # neither may hide the failure
+        found = note_failure_of_run(runs_folder, started_unix_s, failure.sentence)
+        if found is not None and found.checkpoint_folders():
+            say(f"resume with: stormo train --resume {run_reference(found.name, str(found.path))}")
 
 
 def _work(config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo) -> int:

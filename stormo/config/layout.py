@@ -189,11 +189,11 @@ def _check_workers(config: TrainConfig) -> None:
 
 
 def check_timeout(flag: str, seconds: float) -> None:
-    """Refuse a time limit that no timer takes."""
-    if not 0 < seconds <= _MAX_TIMEOUT_S:
+    """Refuse a time limit that no timer takes, or in which no worker can start."""
+    if not 1 <= seconds <= _MAX_TIMEOUT_S:
         raise SettingError(
             f"{flag} {seconds:.15g} was set",
-            f"it must lie between 0 and {_MAX_TIMEOUT_S} seconds (30 days)",
+            f"it must lie between 1 and {_MAX_TIMEOUT_S} seconds (30 days)",
             f"set {flag} 600",
         )
 

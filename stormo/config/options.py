@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -41,6 +41,7 @@ class Option:
     help: str
     metavar: str | None
     optional_value: bool
+    common: bool = False  # in the short help
     dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)  # removed values: what to do instead
 
     @property
@@ -148,6 +149,7 @@ def _option(section: str, field: dataclasses.Field[Any], hint: Any) -> Option:
         help=field.metadata.get("help", ""),
         metavar=field.metadata.get("metavar"),
         optional_value=field.metadata.get("optional_value", False),
+        common=section == "task" or field.metadata.get("common", False),
         dropped=field.metadata.get("dropped", {}),
     )
 
@@ -183,9 +185,10 @@ def _not_a_default(name: str, task: str, open_to_tasks: Iterable[str], options: 
     if any(option.name == name for option in options):
         return SettingError(said, "a task cannot set a default for it", "leave it out, and set its flag")
     hint = suggestion(name, open_to_tasks)
-    return SettingError(said, "there is no setting of that name", f"{hint}stormo train --help lists them all")
+    return SettingError(said, "there is no setting of that name", f"{hint}stormo train --help all lists them")
 
 
+_HELP = ("-h", "--help")
 _NEGATIVE = re.compile(r"-\.?\d")
 
 
@@ -227,13 +230,29 @@ class UsageError(StormoError):
 
 
 def build_parser(
-    program: str, options: Iterable[Option], task_title: str, positional: Positional = _TASK, *, add_help: bool = True
+    program: str,
+    options: Sequence[Option],
+    task_title: str,
+    positional: Positional = _TASK,
+    *,
+    add_help: bool = True,
+    shows_all: bool = False,
 ) -> argparse.ArgumentParser:
     """A parser whose help is grouped by section and shows every default; values stay text until `convert`."""
-    parser = _parser(prog=program, description=positional.description, add_help=add_help)
+    hidden = frozenset[str]() if shows_all else frozenset(option.key for option in options if not option.common)
+    epilog = f"{program} --help all shows the other {len(hidden)} options." if hidden else None
+    usage = f"{program} [{positional.metavar}] [options]" if hidden else None
+    parser = _parser(prog=program, usage=usage, description=positional.description, add_help=add_help, epilog=epilog)
     parser.add_argument(positional.name, nargs="?", metavar=positional.metavar, help=positional.help)
-    _add_flags(parser, options, {name: _title(cls) for name, cls in SECTIONS.items()} | {"task": task_title})
+    titles = {name: _title(cls) for name, cls in SECTIONS.items()} | {"task": task_title}
+    _add_flags(parser, options, titles, hidden)
     return parser
+
+
+def _without_all(argv: Sequence[str]) -> list[str]:
+    """The arguments without the `all` of `--help all`, which is no task."""
+    before = ("", *argv)
+    return [argument for argument, last in zip(argv, before, strict=False) if argument != "all" or last not in _HELP]
 
 
 def _parser(**options: Any) -> Parser:
@@ -245,15 +264,22 @@ def _title(section: type[Any]) -> str:
     return (section.__doc__ or "").rstrip(".")
 
 
-def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]) -> None:
+def _add_flags(
+    parser: argparse.ArgumentParser,
+    options: Iterable[Option],
+    titles: Mapping[str, str],
+    hidden: Container[str] = (),
+) -> None:
     groups: dict[str, Any] = {}
     for option in options:
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(titles[option.section])
         group = groups[option.section]
         help_text = option.help.replace("%", "%%") + _default_note(option)
+        is_hidden = option.key in hidden
         if option.kind is bool:
-            group.add_argument(option.flag, dest=option.key, action=argparse.BooleanOptionalAction, help=help_text)
+            shown = argparse.SUPPRESS if is_hidden else help_text
+            group.add_argument(option.flag, dest=option.key, action=argparse.BooleanOptionalAction, help=shown)
             continue
         metavar = option.metavar or "|".join(({int: "N", float: "X", str: "TEXT"}[option.kind], *option.keywords))
         if option.choices and option.metavar:  # too many to stand on the line of the flag
@@ -264,7 +290,7 @@ def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], title
             option.flag,
             dest=option.key,
             metavar=metavar,
-            help=help_text,
+            help=argparse.SUPPRESS if is_hidden else help_text,
             **({"nargs": "?", "const": ""} if option.optional_value else {}),
         )
 
@@ -290,13 +316,14 @@ def parse_flags(
     program: str, argv: Sequence[str], options: Sequence[Option], task_title: str, positional: Positional = _TASK
 ) -> dict[str, Any]:
     """The settings of a command line, by key, including `task` where it was given."""
-    parser = build_parser(program, options, task_title, positional)
-    namespace, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
+    arguments = _without_all(argv)
+    parser = build_parser(program, options, task_title, positional, shows_all=len(arguments) < len(argv))
+    namespace, rest = parser.parse_known_args([_dashed(argument) for argument in arguments])
     unknown = next((argument.split("=")[0] for argument in rest if argument.startswith("-")), None)
     if unknown is not None:
         near = suggestion(unknown, [*(option.flag for option in options), "--help"])
         raise SettingError(
-            f"option {unknown!r} was asked for", "there is none of that name", f"{near}{program} --help lists them all"
+            f"option {unknown!r} was asked for", "there is none of that name", f"{near}{program} --help all lists them"
         )
     if rest:
         raise SettingError(f"{rest[0]!r} follows the {positional.name}", positional.once, "leave it out")
@@ -314,7 +341,7 @@ def peek_flags(argv: Sequence[str], options: Sequence[Option], is_task: Callable
     known |= {f"--no-{option.flag[2:]}" for option in options if option.kind is bool}
     kept: list[str] = []
     skips_value = False
-    for argument in (_dashed(argument) for argument in argv if argument not in ("-h", "--help")):
+    for argument in (_dashed(argument) for argument in _without_all(argv) if argument not in _HELP):
         is_value = not argument.startswith("-") or _NEGATIVE.match(argument)
         if skips_value and is_value and not is_task(argument):
             skips_value = False

@@ -22,11 +22,15 @@ def option(
     *,
     metavar: str | None = None,
     optional_value: bool = False,
+    common: bool = False,
     dropped: Mapping[str, str] | None = None,
 ) -> Any:
-    """A field with its line of help; `dropped` maps a value that it once took to what to do instead."""
-    metadata = {"help": help_text, "metavar": metavar, "optional_value": optional_value, "dropped": dropped or {}}
-    return field(default=default, metadata=metadata)
+    """A field with its line of help, in the short help if it is `common`.
+
+    `dropped` maps a value that it once took to what to do instead.
+    """
+    metadata = {"help": help_text, "metavar": metavar, "optional_value": optional_value, "common": common}
+    return field(default=default, metadata=metadata | {"dropped": dropped or {}})
 
 
 class NodeRange(int):
@@ -57,9 +61,14 @@ def min_nodes(num_nodes: int) -> int:
 class Workers:
     """Workers: where the training runs."""
 
-    num_gpus: int | None = option(None, "workers on this node: GPUs, or processes on a machine without; default all")
+    num_gpus: int | None = option(
+        None, "workers on this node: GPUs, or processes on a machine without; default all", common=True
+    )
     num_nodes: int | NodeRange = option(
-        1, "nodes of the job; start the same command on each; stormo submit also takes 1:4", metavar="N"
+        1,
+        "nodes of the job; start the same command on each; stormo submit also takes 1:4",
+        metavar="N",
+        common=True,
     )
     max_restarts: int = option(0, "restarts of all workers from the last checkpoint after a failure")
     launcher: Literal["auto", "ssh"] = option(
@@ -81,7 +90,10 @@ class Workers:
         None, "try a few of NCCL's socket settings at the start, and take the fastest; default where it uses sockets"
     )
     strategy: StrategyName = option(
-        "auto", "how the model is distributed over the workers, see docs/strategies.md", metavar="NAME"
+        "auto",
+        "how the model is distributed over the workers, see docs/strategies.md",
+        metavar="NAME",
+        common=True,
     )
     servers: int = option(1, "with --strategy server: workers that also hold and step a shard of the weights")
     staleness: int = option(0, "with --strategy server: steps a worker may be ahead of the slowest")
@@ -93,6 +105,7 @@ class Workers:
         None,
         "workers along the axes pipeline, replicate, shard, tensor, such as replicate=2,shard=4; instead of --strategy",
         metavar="AXES",
+        common=True,
     )
     zero: int | None = option(
         None, "what the axis shard of a --mesh shards: 1 optimizer state, 2 gradients too, 3 weights too (default)"
@@ -104,10 +117,14 @@ class Batch:
     """Batch: how many samples go into one optimizer step."""
 
     batch_size: int | Literal["auto"] = option(
-        32, "samples per worker in one micro-batch; auto finds the most that fit"
+        32,
+        "samples per worker in one micro-batch; auto finds the most that fit",
+        common=True,
     )
-    global_batch_size: int | None = option(None, "samples of all workers in one step; replaces --batch-size")
-    accumulate: int = option(1, "micro-batches whose gradients are summed before a step")
+    global_batch_size: int | None = option(
+        None, "samples of all workers in one step; replaces --batch-size", common=True
+    )
+    accumulate: int = option(1, "micro-batches whose gradients are summed before a step", common=True)
     ghost_batch_size: int | None = option(
         None, "samples that share batch-norm statistics; default a worker's whole micro-batch"
     )
@@ -131,8 +148,10 @@ class Batch:
 class Optimizer:
     """Optimizer: how the weights move."""
 
-    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd"] = option("sgd", "the update rule")
-    base_lr: float = option(0.01, "learning rate for one worker, or for --base-batch-size")
+    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd"] = option(
+        "sgd", "the update rule", common=True
+    )
+    base_lr: float = option(0.01, "learning rate for one worker, or for --base-batch-size", common=True)
     base_batch_size: int | None = option(
         None, "global batch for which --base-lr is right; default one worker's, or a --global-batch-size as set"
     )
@@ -147,15 +166,17 @@ class Optimizer:
     trust_coefficient: float | None = option(None, "scales the layers' learning rates of lars and larc (default 0.001)")
     grad_averaging: bool = option(False, "novograd: momentum as a mean instead of a sum")
     nesterov: bool = option(False, "Nesterov momentum")
-    weight_decay: float = option(0.0, "weight decay; never on biases and norms")
-    warmup_epochs: float = option(5.0, "epochs of linear warm-up, iteration by iteration")
+    weight_decay: float = option(0.0, "weight decay; never on biases and norms", common=True)
+    warmup_epochs: float = option(5.0, "epochs of linear warm-up, iteration by iteration", common=True)
     warmup_from: float | None = option(
         None, "fraction of the learning rate that warm-up starts from; default 1 / workers (1 for a global batch)"
     )
-    decay: Literal["none", "cosine", "linear", "step"] = option("none", "how the learning rate falls after warm-up")
+    decay: Literal["none", "cosine", "linear", "step"] = option(
+        "none", "how the learning rate falls after warm-up", common=True
+    )
     decay_every: float = option(10.0, "epochs between the steps of --decay step")
     decay_factor: float = option(0.1, "factor of each step of --decay step")
-    clip_norm: float | None = option(None, "clip the gradient to this norm")
+    clip_norm: float | None = option(None, "clip the gradient to this norm", common=True)
     gradient_noise_batch: int | None = option(
         None, "give the gradient the noise of a batch this small, by a random factor for each sample"
     )
@@ -196,9 +217,11 @@ NESTEROV_OPTIMIZERS = ("sgd", "lars", "larc")
 class Speed:
     """Speed: how the arithmetic is done."""
 
-    precision: Precision = option("auto", "number format of the heavy arithmetic; fp64 is for checking exactness")
+    precision: Precision = option(
+        "auto", "number format of the heavy arithmetic; fp64 is for checking exactness", common=True
+    )
     sync_batch_norm: bool = option(False, "batch-norm statistics over all workers")
-    compile: bool | None = option(None, "torch.compile")
+    compile: bool | None = option(None, "torch.compile", common=True)
     graph: bool | None = option(None, "replay a step as a CUDA graph")
     channels_last: bool | None = option(None, "channels-last memory layout for images")
     autotune: bool | None = option(None, "let cuDNN time its convolutions and choose the fastest")
@@ -226,8 +249,8 @@ class Sharding:
 class Stop:
     """Stop: when training ends."""
 
-    epochs: int = option(40, "at most this many epochs")
-    target_accuracy: float | None = option(None, "stop once this validation accuracy is held")
+    epochs: int = option(40, "at most this many epochs", common=True)
+    target_accuracy: float | None = option(None, "stop once this validation accuracy is held", common=True)
     target_loss: float | None = option(None, "stop once the validation loss is held at or below this")
     patience: int = option(2, "epochs in a row that must reach the target")
     on_divergence: Literal["stop", "rollback", "ignore"] = option(
@@ -241,18 +264,19 @@ class Stop:
 class Run:
     """Run: its folder, checkpoints and seed."""
 
-    run_name: str | None = option(None, "name of the run's folder; default task and time")
+    run_name: str | None = option(None, "name of the run's folder; default task and time", common=True)
     runs_folder: str = option("runs", "folder of all runs")
     resume: str | None = option(
         None,
         "resume a run (default: --run-name, or the newest) or a checkpoint",
         metavar="RUN",
         optional_value=True,
+        common=True,
     )
     checkpoint_every: str = option("1ep", "steps (500) or epochs (1ep, 0.25ep) between checkpoints; 0 for none")
     keep_checkpoints: int = option(2, "checkpoints kept, besides the best")
     async_checkpoint: bool = option(False, "write checkpoints in the background")
-    seed: int = option(0, "seed of everything that is random")
+    seed: int = option(0, "seed of everything that is random", common=True)
     deterministic: bool = option(False, "the same bits every time, at some speed")
     tensorboard: bool = option(True, "write TensorBoard event files")
     prometheus: int | None = option(None, "serve metrics for Prometheus at this port", metavar="PORT")
@@ -273,8 +297,11 @@ class Energy:
 class Command:
     """Command: what this call does; not stored with the run."""
 
-    config: str | None = option(None, "read settings from a TOML file; flags win over it", metavar="FILE.toml")
-    dry_run: bool = option(False, "print every effective value with its arithmetic, then stop")
+    config: str | None = option(
+        None, "read settings from a TOML file; flags win over it", metavar="FILE.toml", common=True
+    )
+    dry_run: bool = option(False, "print every effective value with its arithmetic, then stop", common=True)
+    verbose: bool = option(False, "print the lines of the plan that do not apply here, too")
     plot_schedule: str | None = option(
         None,
         "with --dry-run: draw the learning rate of every step, here or into FILE.png, .svg or .csv",

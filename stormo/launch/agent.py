@@ -48,6 +48,7 @@ def run_node(
     environ: Mapping[str, str] | None = None,
     timeouts: AgentTimeouts | None = None,
     signals: set[int] | None = None,
+    failures: list[Failure] | None = None,
 ) -> int:
     """Run the workers of one node to their end and return the exit code of the whole job.
 
@@ -58,6 +59,7 @@ def run_node(
         options: what the digest is made of, to name a difference.
         timeout_s: for all nodes to join, and for a worker without a heartbeat.
         signals: gets the signals that were forwarded to the workers.
+        failures: gets what ended the job, if it failed.
     """
     timeouts = timeouts or AgentTimeouts()
     hello = Hello(
@@ -87,6 +89,8 @@ def run_node(
         code = agent.watch()
         if signals is not None:
             signals |= agent.forwarded
+        if failures is not None and agent.failure is not None:
+            failures.append(agent.failure)
         return code
 
 
@@ -262,6 +266,7 @@ class Agent:
         self._may_lack_group = timeouts.runs_script and node.node_id == 0
         self._has_left = False  # the other nodes know that this one has exited cleanly
         self._exit_code: int | None = None  # once known, the loop ends
+        self.failure: Failure | None = None  # that ended the job
         self._selector.register(signals, selectors.EVENT_READ)
         if self._control is not None:
             self._selector.register(self._control, selectors.EVENT_READ)
@@ -401,7 +406,7 @@ class Agent:
         """End every worker of this node, report to the other nodes, and show the cause; the first call counts."""
         if self._exit_code is not None:
             return
-        failure = event.failure
+        self.failure = failure = event.failure
         self._exit_code = failure.exit_code
         self._workers.kill()
         if event.rank is not None and failure.kind in ("signal", "exit", "stopped"):

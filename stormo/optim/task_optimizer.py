@@ -15,7 +15,7 @@ from stormo.errors import SettingError
 from stormo.optim.table import skip_compiler_import, skip_compiler_in_step
 
 # Settings without effect on a task's optimizer.
-_IGNORED = ("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay")
+IGNORED = ("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay")
 _MAX_NAMED = 3  # frozen parameters
 
 
@@ -113,7 +113,7 @@ def optimizer_notice(
     if frozen:
         first = ", ".join(frozen[:_MAX_NAMED]) + (", …" if len(frozen) > _MAX_NAMED else "")
         text += f" It leaves out {len(frozen)} of the model's parameters, which are frozen: {first}."
-    ignored = [f"--{name.replace('_', '-')}" for name in _IGNORED if name in settings.given]
+    ignored = [f"--{name.replace('_', '-')}" for name in IGNORED if name in settings.given]
     return text + (f" {', '.join(ignored)} {'have' if len(ignored) > 1 else 'has'} no effect." if ignored else "")
 
 

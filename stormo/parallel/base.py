@@ -34,6 +34,7 @@ from stormo.layers.sync_batch_norm import (
 )
 from stormo.optim.table import make_optimizer, start_momentum
 from stormo.optim.task_optimizer import (
+    IGNORED,
     check_learning_rates,
     group_learning_rates,
     make_task_optimizer,
@@ -94,7 +95,8 @@ class Strategy:
         self.is_sharded = spec.is_sharded  # whether this worker may hold less than the whole model
         self.sharded_checkpoint = spec.sharded_checkpoint  # whether every worker writes its own file of a checkpoint
         self.local_updates = spec.local_updates  # whether weights differ between workers until they are averaged
-        self.notices: list[str] = []  # messages for the start of the run
+        self.notices: list[str] = []  # what was chosen, for the start of the run
+        self.warnings: list[str] = []  # what the user should change
         self.module = self._make_model()  # the user's model itself
         # Every parameter group keeps its ratio to the first, whose learning rate is given to `step`.
         self.learning_rates = group_learning_rates(self.optimizer)  # of each group, as last set
@@ -151,9 +153,8 @@ class Strategy:
         self.has_own_optimizer = own is not None  # the task's
         self.optimizer = make_optimizer(model, self._settings.optimizer) if own is None else own
         if own is not None:
-            self.notices.append(
-                optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
-            )
+            text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
+            (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
@@ -563,7 +564,11 @@ class Strategy:
         try:
             self._graph = capture(forward_backward, batch.data, self.module, {"task": self.task})
         except CaptureRefusedError as refusal:
-            self.notices.append(f"Steps are run by Python, not replayed as a CUDA graph: {refusal}.")
+            self._note_no_graph(str(refusal))
+
+    def _note_no_graph(self, reason: str) -> None:
+        text = f"Steps are run by Python, not replayed as a CUDA graph: {reason}."
+        (self.warnings if self._settings.speed.graph else self.notices).append(text)
 
     def _replayed(self) -> None:
         """Called after a micro-batch was replayed."""

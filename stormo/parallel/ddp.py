@@ -38,11 +38,8 @@ _KEEP_BUFFERS: dict[str, Any] = (
 
 _LATER = "in a later batch, and with several workers all must have one"
 _STEPS_BEFORE_CAPTURE = 12  # in its first ones DDP times itself, with events that a capture does not take
-_NO_GRAPH_UNUSED = (
-    "Steps are run by Python, not replayed as a CUDA graph: the task has find_unused = True, and which parameters a "
-    "batch leaves out is found by Python."
-)
-_NO_GRAPH_ELSEWHERE = "Steps are run by Python, not replayed as a CUDA graph: another worker could not capture one."
+_NO_GRAPH_UNUSED = "the task has find_unused = True, and which parameters a batch leaves out is found by Python"
+_NO_GRAPH_ELSEWHERE = "another worker could not capture one"
 
 
 def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -223,7 +220,7 @@ class Ddp(Strategy):
             super()._capture(batch)
             return
         if self.task.find_unused:
-            self.notices.append(_NO_GRAPH_UNUSED)
+            self._note_no_graph(_NO_GRAPH_UNUSED)
             return
         for _ in range(_STEPS_BEFORE_CAPTURE):
             with self._gradient_sync(True):
@@ -233,7 +230,7 @@ class Ddp(Strategy):
             super()._capture(batch)
         if self.world.max(torch.tensor([float(self._graph is None)])).item() and self._graph is not None:
             self._graph = None  # a collective of a graph must be one of all graphs
-            self.notices.append(_NO_GRAPH_ELSEWHERE)
+            self._note_no_graph(_NO_GRAPH_ELSEWHERE)
 
     def _replayed(self) -> None:
         if self._hook_meter is not None:

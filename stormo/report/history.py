@@ -16,7 +16,7 @@ from stormo.errors import StormoError, pluralize
 from stormo.system.files import BadFileError, read_lines
 from stormo.telemetry.events import current_events, read_events
 from stormo.telemetry.folder import RunFolder, is_running, read_environment, read_summary
-from stormo.telemetry.runs_folder import flat_config, overview
+from stormo.telemetry.runs_folder import failure_of, flat_config, overview
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
@@ -236,6 +236,8 @@ def _state(folder: RunFolder, summary: Line | None, events: Sequence[Line], node
     last = [lines[-1].get("time_unix_s") or 0.0 for lines in (events, *nodes.values()) if lines]
     if not last:
         return "waiting"
+    if failure_of(events):
+        return "failed"
     running, _ = is_running(folder, time.time() - max(last))
     return "running" if running else "interrupted"
 

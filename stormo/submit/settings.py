@@ -22,7 +22,7 @@ stormo submit [TASK] [options of the job] [any option of stormo train]
        stormo submit my_task.py --num-nodes 4 --num-gpus 8 --time 02:00:00 --partition gpu"""
 _DESCRIPTION = (
     "Train TASK as a Slurm job. After each time limit the job resumes, until the training is done. "
-    "stormo train --help shows the options of the training."
+    "stormo train --help all shows the options of the training."
 )
 _TIMES = (r"(?P<m>\d+)", r"(?P<m>\d+):(?P<s>\d+)", r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)")
 _DAYS = (r"(?P<d>\d+)-(?P<h>\d+)", r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)", rf"(?P<d>\d+)-{_TIMES[2]}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Mapping
 
@@ -14,6 +15,7 @@ from stormo.errors import SettingError
 from stormo.tasks.task import Task
 
 REQUIRED = ("model", "train_data", "validation_data", "loss")
+_NEAR = 0.85  # a letter more, less or other
 # What each method is called with, beside the task itself.
 _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "__init__": ("options",),
@@ -31,11 +33,13 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "fetch": (),
     "facts": (),
 }
+_OPTIONAL = (*(name for name in _CALLED_WITH if name not in (*REQUIRED, "__init__")), "defaults", "num_draws")
 
 
 def check_task(task_class: type[Task]) -> None:
     """Raise an error for the first mistake in the methods and values of the class."""
     _check_required(task_class)
+    _check_spelling(task_class)
     for method in _CALLED_WITH:
         if getattr(task_class, method, None) is not getattr(Task, method, None):
             _check_method(task_class, method)
@@ -72,6 +76,32 @@ def _check_required(task_class: type[Task]) -> None:
             f"it has no {' and no '.join(f'{method}()' for method in missing)}",
             f"write {' and '.join(_definition(method) for method in missing)}",
         )
+
+
+def _check_spelling(task_class: type[Task]) -> None:
+    """Refuse a name that was meant to be one of Task's: nothing would use it."""
+    open_names = [name for name in _OPTIONAL if getattr(task_class, name) is getattr(Task, name)]
+    for name in (name for cls in task_class.__mro__ for name in vars(cls) if not hasattr(Task, name)):
+        near = difflib.get_close_matches(name, open_names, n=1, cutoff=_NEAR)
+        if near and not name.startswith("_") and _could_be(near[0], inspect.getattr_static(task_class, name)):
+            raise SettingError(
+                f"{task_class.__name__}.{name} was written",
+                f"a task has {near[0]}, and nothing would use {name}",
+                f"call it {near[0]}, or _{name} if it is meant for your own code",
+            )
+
+
+def _could_be(optional: str, found: object) -> bool:
+    """Whether this has the type of the value, or can be called as the method."""
+    if optional not in _CALLED_WITH:
+        return isinstance(found, type(getattr(Task, optional)))
+    if not inspect.isfunction(found):
+        return False
+    try:
+        inspect.signature(found).bind("self", *_CALLED_WITH[optional])
+    except TypeError:
+        return False
+    return True
 
 
 def _definition(method: str) -> str:

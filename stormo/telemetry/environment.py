@@ -15,6 +15,7 @@ from typing import Any
 
 import stormo
 from stormo.system.files import MASK, is_secret_name
+from stormo.system.process import process_start_unix_s
 
 _GIT_TIMEOUT_S = 5.0
 _RECORDED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
@@ -27,6 +28,7 @@ def collect_environment(extra: Mapping[str, Any]) -> dict[str, Any]:
     """What is needed to repeat the run; `extra` adds what needs torch, such as its version."""
     environment: dict[str, Any] = {
         "time_unix_s": time.time(),
+        "started_unix_s": process_start_unix_s(),  # by which the agent finds the run of its workers
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "machine": platform.machine(),

@@ -107,6 +107,7 @@ _MACHINE: Mapping[str, Any] = {
     **_keys(str, "host platform machine python stormo torch cuda nccl gpu working_folder git_commit git_commit_reason"),
     **_keys(int, "num_cpus pid world_size threads"),
     "time_unix_s": float | None,
+    "started_unix_s": float | None,
     "git_has_changes": bool | None,
     "command": list[str],
     "launches": list[str] | None,

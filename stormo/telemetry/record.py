@@ -106,7 +106,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """One sentence for the user: `kind` is `info`, `warning` or `stop`."""
+    """One sentence for the user: `kind` is `info`, `warning`, `stop` or, after a failure, `error`."""
 
     kind: str
     text: str

@@ -5,9 +5,11 @@ The state of a run comes from `summary.json`; without one, from its lock or its 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ from typing import Any
 
 from stormo.errors import SettingError, StormoError, suggestion, unknown_name
 from stormo.system.files import BadFileError, masked, private_folder, read_lines, read_object, read_toml
-from stormo.telemetry.events import current_events, parse_event, read_events, speed_of
-from stormo.telemetry.folder import RunFolder, is_running, read_summary, write_json
+from stormo.telemetry.events import EventFile, current_events, parse_event, read_events, speed_of
+from stormo.telemetry.folder import RunFolder, is_running, read_environment, read_summary, write_json
+from stormo.telemetry.record import Notice
 
 _MOST_BYTES = 4096  # of the file of a launch
 _MOST_NAMED = 5  # runs in the error for an unknown name
@@ -56,6 +59,24 @@ def launched_run(folder: Path, launch: str) -> RunFolder | None:
 def _launch_file(folder: Path, launch: str) -> Path:
     """In a folder of this user: a group may share its runs folder."""
     return folder / f".launches-{os.geteuid()}" / f"{hashlib.sha256(launch.encode()).hexdigest()[:32]}.json"
+
+
+def note_failure(folder: Path, started_unix_s: float, text: str) -> RunFolder | None:
+    """Write why the workers of an agent ended into the run that they trained; None where they had not begun one."""
+    for run in list_runs(folder):
+        environment = read_environment(run) or {}
+        if (environment.get("started_unix_s"), environment.get("host")) == (started_unix_s, socket.gethostname()):
+            if read_summary(run) is None:  # else rank 0 has written its end itself
+                with contextlib.closing(EventFile(run)) as events:
+                    events.write(Notice(kind="error", text=text))
+            return run
+    return None
+
+
+def failure_of(events: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the workers of a run failed, where that is the last thing that happened."""
+    last = events[-1] if events else {}
+    return str(last.get("text")) if (last.get("event"), last.get("kind")) == ("notice", "error") else None
 
 
 def default_run_name(task: str) -> str:
@@ -184,15 +205,16 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
         silent_s = max(now_unix_s - run.path.stat().st_mtime, 0.0)
         since = f"no event yet, folder changed {_rough_duration(silent_s)} ago"
     running, is_certain = is_running(run, silent_s)
-    state = "still running" if running else "it was killed"
-    state = state if is_certain else "killed or still running"
+    why = "still running" if running else "it was killed"
+    why = why if is_certain else "killed or still running"
+    failure = failure_of(events)
     newest = max((event for event in (epoch, step) if event), key=lambda event: event.get("step", 0), default={})
     unit, units_per_s = speed_of(newest)
     return RunOverview(
         name=run.name,
         folder=str(run.path),
-        state="running" if running else "interrupted",
-        note=f"no summary: {state} ({since})",
+        state="failed" if failure else "running" if running else "interrupted",
+        note=failure or f"no summary: {why} ({since})",
         task=started.get("task"),
         world_size=started.get("world_size"),
         epochs_run=epoch.get("epoch", 0) if started else None,

@@ -206,8 +206,10 @@ class RunRecorder:
     def _console(self) -> list[Sink]:
         if sys.stdout is None:  # it was closed
             return []
+        hidden = () if self._config.command.verbose else self._plan.minor_lines(self._config)
         # mpirun gives rank 0 a pseudo-terminal, whatever the user looks at.
-        return [PlainConsole(sys.stdout) if self._world.rank_info.launcher == "mpi" else make_console(sys.stdout)]
+        is_plain = self._world.rank_info.launcher == "mpi"
+        return [PlainConsole(sys.stdout, hidden) if is_plain else make_console(sys.stdout, hidden=hidden)]
 
     def _open_node_files(self) -> None:
         """Open the file of every node's recorder in the run folder, where the node sees it."""

@@ -244,7 +244,7 @@ class _FirstBatchCheck:
         if not self._may_diverge:
             instead = f"{fix}, or set --on-divergence ignore to train all the same"
             raise SettingError(what, "no step can be learned from it", instead)
-        strategy.notices.append(f"{what}: {fix}.")
+        strategy.warnings.append(f"{what}: {fix}.")
 
 
 def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
@@ -275,7 +275,7 @@ def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
         mean = (middle * a + (length - middle) * b) / length
         # Wide bounds: 16-bit numbers round coarsely.
         if abs(total - mean) <= 0.01 * largest and abs(total - (a + b)) > 0.1 * largest:
-            strategy.notices.append(
+            strategy.warnings.append(
                 f"{type(task).__name__}.metrics() returned {name!r} as {total:.4g} for the first batch, and as {a:.4g} "
                 f"and {b:.4g} for its halves, as if it were a mean: return the sum over the samples (a mean times "
                 "their number), which is divided by the number of all samples."

@@ -132,8 +132,9 @@ class Trainer:
         records.start()
         recovery = Recovery(config, plan, self.world, self._state, records)
         profile = ProfileWindow(self._profile_spec, self.world, records.run_folder)
-        warnings = (Notice(kind="warning", text=text) for text in self._strategy.notices)
-        for notice in (*self._notices, *warnings):
+        chosen = (Notice(kind="info", text=text) for text in self._strategy.notices)
+        warnings = (Notice(kind="warning", text=text) for text in self._strategy.warnings)
+        for notice in (*self._notices, *chosen, *warnings):
             records.record(notice)
         try:
             recovery.prepare()

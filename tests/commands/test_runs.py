@@ -16,6 +16,7 @@ from stormo.errors import SettingError
 from stormo.telemetry.events import EventFile
 from stormo.telemetry.folder import RunFolder, write_json
 from stormo.telemetry.record import EpochDone, Record, RunEnded, RunStarted, StepDone
+from stormo.telemetry.runs_folder import note_failure
 from stormo.training.run_folder import lock_folder
 
 NOW_UNIX_S = 1_700_000_000.0
@@ -100,6 +101,32 @@ def listed(capsys: pytest.CaptureFixture[str], folder: Path) -> list[dict[str, A
     assert runs.main(["--runs-folder", str(folder), "--json"]) == 0
     content: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return content
+
+
+def _environment(run: RunFolder, started_unix_s: float) -> None:
+    write_json(run.environment, {"host": socket.gethostname(), "started_unix_s": started_unix_s})
+
+
+def test_an_agent_finds_the_run_of_its_workers_and_writes_why_they_failed(tmp_path: Path) -> None:
+    mine, other = (make_run(tmp_path / name, started(), step_done(3)) for name in ("mine", "other"))
+    _environment(mine, 5.5)
+    _environment(other, 7.25)
+    text = "rank 1 on host node7 failed: ValueError: boom"
+    assert note_failure(tmp_path, 6.0, text) is None
+    assert note_failure(tmp_path, 5.5, text) == mine
+    one = runs.overview(mine, now_unix_s=NOW_UNIX_S)
+    assert (one.state, one.note) == ("failed", text)
+    assert runs.overview(other, now_unix_s=NOW_UNIX_S).state != "failed"
+    make_run(mine.path, started(resumed_at_step=0))
+    assert runs.overview(mine, now_unix_s=NOW_UNIX_S).state != "failed", "it was resumed"
+
+
+def test_the_end_that_rank_0_wrote_itself_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "heron", started(), RunEnded(summary=summary("error")))
+    _environment(run, 5.5)
+    before = run.events.read_bytes()
+    assert note_failure(tmp_path, 5.5, "rank 0 failed") == run
+    assert run.events.read_bytes() == before
 
 
 @pytest.mark.parametrize(

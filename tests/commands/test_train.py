@@ -139,11 +139,13 @@ def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch
     epochs = [_EPOCH_LINE.fullmatch(line) for line in lines[-3:-1]]
     assert [match and match[1] for match in epochs] == ["1", "2"]
     assert lines[-1].startswith("Energy: ")
-    assert lines[:-3] == read_events(whole[0] / "events.jsonl")[0]["explanation"]
+    stored = read_events(whole[0] / "events.jsonl")[0]["explanation"]
+    hidden = ("compile ", "graph ", "autotune ")  # what a CPU lacks
+    assert lines[:-3] == [line for line in stored if not line.startswith(hidden)]
 
 
 def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    run, done = whole
+    run, _ = whole
     result = summary(run)
     assert {key: result[key] for key in ("run_name", "strategy", "world_size", "global_batch_size", "device")} == {
         "run_name": "one",
@@ -162,7 +164,6 @@ def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.Comple
     assert names.count("checkpoint_saved") == 7  # steps 3, 6, 8 (the best so far), 9, 12, 15 and the end
     assert checkpoints(run)[-2:] == ["step-00000015", "step-00000016"]
     started = read_events(run / "events.jsonl")[0]
-    assert started["explanation"] == done.stdout.splitlines()[: len(started["explanation"])]
     said = [line.partition("  ")[0] for line in started["explanation"]]
     assert ("batch norm" in said, "channels last" in said) == (True, False), "the model has no convolution"
     assert json.loads((run / "environment.json").read_text(encoding="utf-8"))["world_size"] == 2
@@ -293,6 +294,35 @@ def test_a_killed_run_leaves_no_loading_process_behind(tmp_path: Path) -> None:
     with start(tmp_path, *arguments, fault="kill-job 0 5") as killed:
         assert killed.wait(timeout=240) == -signal.SIGKILL
         assert wait_until(lambda: not session(killed.pid)), session(killed.pid)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("raise 1 7", "rank 1 on host .* failed: ValueError: .*"),
+        ("kill 1 7", "rank 1 on host .* was killed by SIGKILL .*"),
+    ],
+)
+def test_a_failed_worker_makes_a_failed_run_and_the_last_line_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, cause: str
+) -> None:
+    failed = stormo(tmp_path, "--num-gpus", "2", "--run-name", "f", fault=fault)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1] == "stormo: resume with: stormo train --resume f"
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["state"] == "failed"
+    # Rank 0 may have seen that its peer is gone, and written a summary, before it was ended.
+    assert re.fullmatch(cause, one["note"] or "") or summary(tmp_path / "runs" / "f")["stopped_by"] == "error"
+    assert main(["runs"]) == 0
+    assert "killed (last event" not in capsys.readouterr().out
+
+
+def test_before_a_checkpoint_there_is_no_word_of_a_resume(tmp_path: Path) -> None:
+    failed = stormo(tmp_path, "--num-gpus", "2", "--run-name", "f", "--checkpoint-every", "0", fault="kill 1 4")
+    assert failed.returncode == 1
+    assert "--resume" not in failed.stderr
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

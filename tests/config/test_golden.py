@@ -35,6 +35,7 @@ REFUSED: list[dict[str, Any]] = [
     {"master_port": 80},
     {"master_port": 49152},
     {"timeout": 0.0},
+    {"timeout": 0.001},
     {"timeout": 2_592_001.0},
     {"device": "cuda"},
     {"backend": "nccl"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -114,7 +115,7 @@ def test_an_unknown_option_names_the_closest_one(flag: str, closest: str) -> Non
             parse(*arguments)
         assert str(caught.value) == (
             f"option '{flag}' was asked for, but there is none of that name; "
-            f"{closest}stormo train --help lists them all."
+            f"{closest}stormo train --help all lists them."
         )
 
 
@@ -214,7 +215,7 @@ def test_options_of_the_task_are_typed_and_reach_it(tmp_path: Path) -> None:
 
 
 def test_help_shows_every_flag_with_its_default_in_its_section() -> None:
-    text = options.build_parser("stormo train", EVERY, "Task own").format_help()
+    text = options.build_parser("stormo train", EVERY, "Task own", shows_all=True).format_help()
     flat = " ".join(text.split())
     for one in EVERY:
         assert one.flag in text
@@ -228,6 +229,26 @@ def test_help_shows_every_flag_with_its_default_in_its_section() -> None:
     assert "{round,square}" in text
     assert "how wide; 100% is 10 (default: 10)" in flat
     assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_the_short_help_shows_the_common_options_and_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for arguments in (["--help"], ["--help", "all"], ["my_task.py", "-h", "all"]):
+        with pytest.raises(SystemExit):
+            parse(*arguments)
+        shown.append(capsys.readouterr().out)
+    short, *whole = shown
+    common = [one for one in EVERY if one.common]
+    assert {*re.findall(r"(?m)^  (--[a-z.-]+)", short)} == {one.flag for one in common}
+    assert 15 <= sum(one.section != "task" for one in common) <= 25
+    assert short.endswith(f"stormo train --help all shows the other {len(EVERY) - len(common)} options.\n")
+    for text in whole:
+        assert {*re.findall(r"(?m)^  (--[a-z0-9.-]+)", text)} == {one.flag for one in EVERY}
+
+
+def test_all_behind_help_is_no_task() -> None:
+    assert "task" not in options.peek_flags(["--help", "all"], EVERY, lambda word: True)
+    assert options.peek_flags(["all"], EVERY, lambda word: True) == {"task": "all"}
 
 
 def test_every_field_of_the_settings_has_its_line_of_help() -> None:

@@ -50,6 +50,22 @@ def said(plan: Plan | Layout, label: str) -> str:
     return dict(plan.explanation)[label]
 
 
+def _minor(gpus: Sequence[Gpu] = (), **flags: Any) -> list[str]:
+    lines = plan_of(gpus, **flags).minor_lines(configured(**flags))
+    return sorted(re.split("  +", line)[0] for line in lines)
+
+
+def test_lines_that_say_nothing_of_a_run_are_minor_unless_their_setting_was_set() -> None:
+    on_cpu = ["autotune", "batch norm", "channels last", "checkpoints", "compile", "graph", "noise scale"]
+    assert _minor() == on_cpu
+    assert _minor(graph=False) == [label for label in on_cpu if label != "graph"]
+    assert _minor(keep_checkpoints=5) == [label for label in on_cpu if label != "checkpoints"]
+    assert _minor(num_gpus=2) == ["autotune", "channels last", "checkpoints", "compile", "graph"]
+    assert _minor([T4]) == ["batch norm", "checkpoints", "noise scale"]
+    assert _minor([T4, T4]) == ["checkpoints", "link"]
+    assert _minor([T4, T4], tune_link=True) == ["checkpoints"]
+
+
 def test_settings_of_an_optimizer_are_taken_where_they_belong_and_a_tasks_own_are_never_refused() -> None:
     for flags in (
         {"optimizer": "larc", "trust_coefficient": 0.02, "nesterov": True},

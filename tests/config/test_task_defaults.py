@@ -73,9 +73,9 @@ def test_help_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (
             {"base_rl": 0.1},
             r"^'base_rl' is in the defaults of task \w+, but there is no setting of that name; did you mean base_lr\? "
-            r"stormo train --help lists them all\.$",
+            r"stormo train --help all lists them\.$",
         ),
-        ({"qqqq": 1}, r"but there is no setting of that name; stormo train --help lists them all\.$"),
+        ({"qqqq": 1}, r"but there is no setting of that name; stormo train --help all lists them\.$"),
         ({"run_name": "x"}, r"^'run_name' is in the defaults of task \w+, but a task cannot set a default for it"),
         ({"num_gpus": 2}, r"^'num_gpus' is in the defaults of task \w+, but a task cannot set a default for it"),
         ({"epochs": 1.5}, r"epochs in the defaults of task \w+ was set to 1\.5, but it takes a whole number; "),

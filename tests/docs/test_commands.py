@@ -59,7 +59,7 @@ def test_every_flag_exists(capsys: pytest.CaptureFixture[str]) -> None:
     for verb, *words in (words for page in PAGES for words in _words(page)):
         for one in {verb, "train", "run"} - helps.keys():
             with contextlib.suppress(SystemExit):
-                main([one, "--help"])
+                main([one, "--help", "all"])
             helps[one] = capsys.readouterr().out
         also = "train" if verb in ("submit", "scale", "predict") else "run" if verb == "doctor" else verb
         for word in itertools.takewhile(lambda word: word != "--", words):

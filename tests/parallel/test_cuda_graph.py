@@ -217,6 +217,12 @@ def _fall_back(world: World) -> None:
     assert parts.strategy.notices == [
         "Steps are run by Python, not replayed as a CUDA graph: a batch holds a tensor on the cpu."
     ]
+    assert parts.strategy.warnings == []
+    asked = tiny_run.build(world)
+    asked.strategy._plan = replace(asked.plan, graph=True)
+    asked.strategy._settings = replace(asked.config, speed=replace(asked.config.speed, graph=True))
+    asked.strategy.warm_up(asked.loader)
+    assert asked.strategy.warnings == parts.strategy.notices  # it was asked for, and is not done
     fallen = tiny_run.steps(parts, 40)
     parts = tiny_run.build(world)
     parts.strategy.warm_up(parts.loader)

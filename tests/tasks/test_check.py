@@ -175,3 +175,41 @@ def test_an_init_that_leaves_out_that_of_task_is_refused() -> None:
     check_init(Good(None))
     with pytest.raises(SettingError, match=r"begin it with super\(\).__init__\(options\)"):
         check_init(changed(__init__=lambda self, options: None)(None))
+
+
+def _of_model_and_batch(self: Any, model: Any, batch: Any) -> Any: ...
+
+
+def _of_one(self: Any, one: Any) -> Any: ...
+
+
+def _of_none(self: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("metric", _of_model_and_batch, "metrics"),
+        ("metircs", _of_model_and_batch, "metrics"),
+        ("colate", _of_one, "collate"),
+        ("optimiser", _of_one, "optimizer"),
+        ("tensorplan", _of_one, "tensor_plan"),
+        ("fact", _of_none, "facts"),
+        ("default", {"epochs": 3}, "defaults"),
+        ("num_draw", 2, "num_draws"),
+    ],
+)
+def test_a_misspelt_optional_name_is_refused(name: str, value: Any, meant: str) -> None:
+    assert answer(changed(**{name: value})) == (
+        f"Net.{name} was written, but a task has {meant}, and nothing would use {name}; "
+        f"call it {meant}, or _{name} if it is meant for your own code."
+    )
+    assert meant in answer(type("Child", (changed(**{name: value}),), {})), "inherited"
+
+
+def test_names_of_ones_own_are_taken() -> None:
+    names = ("metric_names", "features", "dataset", "collate_fn", "optimizers", "augment_batch", "fetch_data", "encode")
+    check(changed(**dict.fromkeys(names, _of_none)))
+    check(changed(metric=_of_one, augmented=_of_one, optimizers=_of_none))  # none can be called as the method is
+    check(changed(metric=_of_model_and_batch, metrics=_of_model_and_batch))  # a helper of the real one
+    check(changed(_metric=_of_model_and_batch, default=3, metrics_=nn.Linear(1, 1), name="names"))

@@ -58,7 +58,7 @@ def _leaves_no_trace(world: World, every_shape: bool) -> None:
         assert generators == (random.getstate(), repr(np.random.get_state()))
         assert all(parameter.grad is None for parameter in parts.strategy.module.parameters())
         assert parts.strategy.module.training
-        assert parts.strategy.notices == []
+        assert parts.strategy.notices + parts.strategy.warnings == []
         assert parts.loader.wait_s == 0.0
 
 
@@ -195,7 +195,7 @@ class NotANumber(Tiny):
 def _notices_of_nan(world: World) -> list[str]:
     parts = build(world, task_class=NotANumber)
     _check(parts, may_diverge=True)
-    return parts.strategy.notices
+    return parts.strategy.warnings
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -307,7 +307,7 @@ class Whole(Means):
 def _found_means(world: World, task_class: type[Tiny]) -> list[str]:
     parts = build(world, task_class=task_class, global_batch_size=64)
     _check(parts)
-    return parts.strategy.notices
+    return parts.strategy.warnings
 
 
 def test_a_mean_among_the_metrics_is_noticed_and_a_sum_is_not(run_ranks: Ranks) -> None:

@@ -202,15 +202,15 @@ def _rates(world: World) -> Any:
         strategy.step(rate)
         seen.append([group["lr"] for group in strategy.optimizer.param_groups])
     steps(parts, 3)
-    return seen, strategy.lr_factor, strategy.notices, arrays(strategy.module.named_parameters())
+    return seen, strategy.lr_factor, strategy.warnings, arrays(strategy.module.named_parameters())
 
 
 def test_an_own_optimizer_keeps_the_ratio_of_its_rates(run_ranks: Ranks) -> None:
     (alone_run,) = run_ranks(_rates, 1)
-    for seen, factor, notices, weights in run_ranks(_rates, 2):
+    for seen, factor, warnings, weights in run_ranks(_rates, 2):
         assert seen == [[0.004, pytest.approx(0.001)], [0.0, 0.0]]
         assert factor == pytest.approx(0.4)  # the first group's 0.004 for a --base-lr of 0.01
-        assert notices == [
+        assert warnings == [
             "The task's own Adam is used, not --optimizer: its learning rates 0.004, 0.001 are for one worker's batch, "
             "× 1 for the global batch; warm-up and decay are those of the plan. --momentum has no effect."
         ]

@@ -139,6 +139,19 @@ class Plan:
         width = max(len(label) for label, _ in self.explanation)
         return tuple(f"{label:<{width}}  {text}" for label, text in self.explanation)
 
+    def minor_lines(self, config: TrainConfig) -> frozenset[str]:
+        """The lines that say nothing of this run: what its device lacks, and defaults that nobody has set."""
+        is_off = {
+            **dict.fromkeys(("channels last", "compile", "graph", "autotune"), self.layout.device_type == "cpu"),
+            "link": self.layout.num_nodes == 1 and not self.layout.slices,
+            "batch norm": self.layout.data_size * self.layout.devices_per_worker == 1,
+            "noise scale": not self.noise_scale,
+            "checkpoints": True,
+        }
+        minor = {label for label, settings in _SETTINGS.items() if is_off[label] and config.given.isdisjoint(settings)}
+        lines = zip(self.explanation, self.lines(), strict=True)
+        return frozenset(line for (label, _), line in lines if label in minor)
+
 
 def check_settings(config: TrainConfig, layout: Layout) -> None:
     """Refuse what cannot hold for any data."""
@@ -295,11 +308,19 @@ def with_micro_batches(
     )
 
 
-# Lines of the explanation that depend on layers: their settings, and the layer.
-_LINES = {
-    "channels last": (("channels_last",), "convolution of images"),
-    "batch norm": (("sync_batch_norm", "ghost_batch_size"), "batch norm"),
+# The settings behind lines of the explanation that a run may do without.
+_SETTINGS = {
+    "link": ("tune_link",),
+    "channels last": ("channels_last",),
+    "compile": ("compile",),
+    "graph": ("graph",),
+    "autotune": ("autotune",),
+    "batch norm": ("sync_batch_norm", "ghost_batch_size"),
+    "noise scale": ("noise_scale",),
+    "checkpoints": ("checkpoint_every", "keep_checkpoints", "async_checkpoint"),
 }
+# Of these, the lines that depend on layers.
+_LAYERS = {"channels last": "convolution of images", "batch norm": "batch norm"}
 
 
 def with_layers(
@@ -313,10 +334,10 @@ def with_layers(
     """The plan without lines on layers that the model lacks; None where that is not known."""
     lines = dict(plan.explanation)
     lines |= one_worker_line(config, plan.layout, plan.global_batch_size, has_batch_norms, loss_reduction)
-    for (label, (settings, layer)), has_some in zip(_LINES.items(), (has_convolutions, has_batch_norms), strict=True):
+    for (label, layer), has_some in zip(_LAYERS.items(), (has_convolutions, has_batch_norms), strict=True):
         if has_some is None:
             lines[label] += f", where the model has a {layer}"
-        elif not has_some and config.given.isdisjoint(settings):
+        elif not has_some and config.given.isdisjoint(_SETTINGS[label]):
             del lines[label]
         elif not has_some:
             lines[label] = f"as set, without effect: the model has no {layer}"
