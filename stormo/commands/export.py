@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 
 from stormo.config.options import Parser
 from stormo.errors import SettingError, pluralize
-from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import format_bytes, write_text
 
 if TYPE_CHECKING:
-    from stormo.checkpoint.format import Found
     from stormo.checkpoint.tensors import Encoded
 
 
@@ -62,58 +60,6 @@ def main(arguments: Sequence[str]) -> int:
     ]
     write_text("".join(f"{line}\n" for line in lines), sys.stdout)
     return 0
-
-
-def _find(source: str, runs_folder: Path, *, is_best: bool, step: int | None) -> tuple[str, Path]:
-    """The checkpoint that was asked for, and a name for it."""
-    from stormo.checkpoint import find
-
-    path = Path(source)
-    if (path / "manifest.json").is_file():
-        if is_best or step is not None:
-            option = "--best" if is_best else f"--step {step}"
-            raise SettingError(
-                f"{option} was set", f"{path} is one checkpoint", "leave it out, or name the run instead"
-            )
-        return _name_of(path.resolve().parent), path
-    if find(path):  # a folder of checkpoints, such as a script's own
-        name, folder = _name_of(path.resolve()), path
-    else:
-        run = find_run(runs_folder, source)
-        name, folder = run.name, run.checkpoints
-    found = find(folder)
-    if not found:
-        raise SettingError(f"run {name} was to be exported", "it has no checkpoint yet", "train it first")
-    if step is None:
-        return name, _best(name, found) if is_best else found[0].path
-    for one in found:
-        if one.step == step:
-            return name, one.path
-    steps = ", ".join(str(one.step) for one in reversed(found))
-    raise SettingError(f"--step {step} was set", f"{name} has no such checkpoint", f"choose one of: {steps}")
-
-
-def _name_of(folder: Path) -> str:
-    """The run that a folder of checkpoints belongs to, or its own name."""
-    return (folder.parent if folder.name == "checkpoints" else folder).name
-
-
-def _best(name: str, found: Sequence[Found]) -> Path:
-    from stormo.checkpoint import CorruptCheckpointError, read_manifest
-
-    ranked = []
-    for one in found:
-        try:
-            metric = read_manifest(one.path).metric
-        except CorruptCheckpointError:
-            continue  # it cannot be exported either
-        if metric is not None:
-            ranked.append((metric, one.step, one.path))
-    if not ranked:
-        raise SettingError(
-            "--best was set", f"no checkpoint of {name} was saved with a validation", "leave it out, or set --step"
-        )
-    return max(ranked)[2]
 
 
 def _require_free(file: Path, *, may_replace: bool) -> None:

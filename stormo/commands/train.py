@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from stormo.commands import dry_run
 from stormo.config import options
@@ -13,7 +14,7 @@ from stormo.config.layout import Layout
 from stormo.config.plan import resolve
 from stormo.config.schema import TrainConfig
 from stormo.errors import EXIT_FAILURE, StormoError, full_disk
-from stormo.launch import RankInfo, alone, open_failure_reporter, run_node
+from stormo.launch import FailureReporter, RankInfo, alone, open_failure_reporter, run_node
 from stormo.launch.environments.local import silence_resource_tracker
 from stormo.launch.environments.torchrun import note_failure
 from stormo.launch.hosts import hosts_of, on_hosts, start_on_hosts
@@ -26,6 +27,9 @@ from stormo.tasks.task import Task
 from stormo.telemetry.runs_folder import default_run_name
 from stormo.training import staging
 from stormo.training.settings import Settings, checked, inherited_settings, merged_settings
+
+if TYPE_CHECKING:
+    from stormo.distributed.store import Store
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +63,14 @@ def main(arguments: list[str]) -> int:
             resolve(config, layout, task.facts())  # refuses what it can before any process starts
         with staging.cleaned_up(config.command):
             return _start_workers(arguments, settings, config, task_class.Options, layout)
-    return _work(config, layout, task, rank_info or alone())
+    who = rank_info or alone()
+
+    def train(store: Store | None, reporter: FailureReporter) -> int:
+        from stormo.training.trainer import run_worker
+
+        return run_worker(config, layout, task, who, store, reporter)
+
+    return work(config, layout, who, train)
 
 
 def _start_workers(
@@ -75,7 +86,7 @@ def _start_workers(
     def attempt(number: int) -> int:
         attempt_arguments = [*named, "--resume"] if number else first
         merged = settings if attempt_arguments is arguments else merged_settings(attempt_arguments)[0]
-        equal = _equal_settings(merged.config(task_options), layout)
+        equal = equal_options(merged.config(task_options), layout)
         started = str(time.time() if number else process_start_unix_s())
         return run_node(
             [*stormo_command("train"), *attempt_arguments],
@@ -89,8 +100,13 @@ def _start_workers(
     return run_with_restarts(attempt, restarts=workers.max_restarts, signals=signals, join_s=workers.timeout)
 
 
-def _work(config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo) -> int:
-    """Train as one worker; a failure is reported to the others before this process ends."""
+def work(
+    config: TrainConfig,
+    layout: Layout,
+    rank_info: RankInfo,
+    body: Callable[[Store | None, FailureReporter], int],
+) -> int:
+    """Be one worker, which runs `body`; a failure is reported to the others before this process ends."""
     if rank_info.launcher == "torchrun":
         die_with_parent()  # torchrun would leave it behind
     silence_resource_tracker(os.environ)
@@ -99,7 +115,6 @@ def _work(config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo) 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what is logged below that is raised too, without traces
     try:
         from stormo.distributed.store import Store, address_book_of
-        from stormo.training.trainer import run_worker
 
         if config.command.preflight:
             from stormo.doctor.measure import require_rendezvous
@@ -107,12 +122,12 @@ def _work(config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo) 
             require_rendezvous(rank_info)
         timeout_s = config.workers.timeout
         if reporter is None:
-            equal = _equal_settings(config, layout)
+            equal = equal_options(config, layout)
             reporter = open_failure_reporter(
                 rank_info, address_book=address_book_of(rank_info, timeout_s), timeout_s=timeout_s, **equal
             )
         store = Store(rank_info, timeout_s, reporter.store_address) if rank_info.world_size > 1 else None
-        code = run_worker(config, layout, task, rank_info, store, reporter)
+        code = body(store, reporter)
     except (Exception, SystemExit) as raised:
         error = _exit_error(raised) if isinstance(raised, SystemExit) else full_disk(raised) or raised
         if reporter is None or not reporter.shows_failures:
@@ -133,7 +148,8 @@ def _exit_error(raised: SystemExit) -> StormoError:
     )
 
 
-def _equal_settings(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+def equal_options(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    """The settings that must be equal on all nodes."""
     settings = {f"--{key.replace('_', '-')}": str(value) for key, value in options.flat_settings(config).items()}
     settings["the resumed run"] = str(config.resumed)  # a node that does not see its folder would start a new one
     return equal_settings(settings, layout)
