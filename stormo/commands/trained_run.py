@@ -20,7 +20,7 @@ from stormo.training.settings import Settings
 if TYPE_CHECKING:
     from stormo.checkpoint.format import Found
 
-# Settings of the run that a model in use keeps beside the options of its task; batch, optimizer and workers it does not.
+# Settings of the run that its model keeps beside the options of its task; batch, optimizer and workers it does not.
 _KEPT = frozenset(
     (
         *("seed", "deterministic", "precision", "channels_last", "autotune"),
