@@ -26,7 +26,8 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo show RUN                 one run: its settings, epochs and curves
   stormo report RUN...            one page on a run, or on several side by side
   stormo watch RUN                the same page, live while the run trains
-  stormo export RUN [FILE]        the weights of a run as one safetensors file
+  stormo evaluate RUN [options]   the validation metrics of a run's checkpoint, on any number of workers
+  stormo export RUN [FILE]        the weights of a run as one safetensors file, or its model for torch.export or ONNX
   stormo predict [TASK] [options] will it fit on GPUs that are not here, by which strategy and at which batch?
   stormo scale [TASK] [options]   train on more and more workers: do they pay, for time and for energy?
   stormo submit [TASK] [options]  train as a Slurm job, which resumes after each time limit until it is done
@@ -80,18 +81,16 @@ def _dispatch(arguments: list[str]) -> int:
     return verb(arguments[1:])
 
 
-def _train(arguments: list[str]) -> int:
+def _prepare_worker() -> None:
+    """Answer signals before what takes long to import, in a process that may be one of several workers."""
     from stormo.launch.environments.detect import detect
 
-    defer_sigusr1()  # before what takes long to import
+    defer_sigusr1()
     exit_on_sigint()
-    with contextlib.suppress(StormoError):  # `train` reports it
+    with contextlib.suppress(StormoError):  # the verb reports it
         rank_info = detect(os.environ)
         if rank_info is None or rank_info.world_size == 1:  # one of several workers must not leave alone
             exit_on_sigterm()
-    from stormo.commands import train
-
-    return train.main(arguments)
 
 
 def _completion(arguments: list[str]) -> int:
@@ -100,10 +99,12 @@ def _completion(arguments: list[str]) -> int:
     return completion.main(arguments, _VERBS)
 
 
-def _verb(module: str) -> Callable[[list[str]], int]:
+def _verb(module: str, *, has_workers: bool = False) -> Callable[[list[str]], int]:
     """A verb whose module is imported when it is typed."""
 
     def run(arguments: list[str]) -> int:
+        if has_workers:
+            _prepare_worker()
         code: int = importlib.import_module(module).main(arguments)
         return code
 
@@ -112,12 +113,13 @@ def _verb(module: str) -> Callable[[list[str]], int]:
 
 _VERBS: dict[str, Callable[[list[str]], int]] = {
     "new": _verb("stormo.commands.new"),
-    "train": _train,
+    "train": _verb("stormo.commands.train", has_workers=True),
     "run": _verb("stormo.commands.run"),
     "runs": _verb("stormo.commands.runs"),
     "show": _verb("stormo.commands.show"),
     "report": _verb("stormo.report.command"),
     "watch": _verb("stormo.report.watch"),
+    "evaluate": _verb("stormo.commands.evaluate", has_workers=True),
     "export": _verb("stormo.commands.export"),
     "predict": _verb("stormo.predict.command"),
     "scale": _verb("stormo.study.command"),

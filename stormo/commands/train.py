@@ -6,8 +6,9 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stormo.commands import dry_run
 from stormo.config import options
@@ -15,7 +16,7 @@ from stormo.config.layout import Layout
 from stormo.config.plan import resolve
 from stormo.config.schema import TrainConfig
 from stormo.errors import EXIT_FAILURE, EXIT_USAGE, StormoError, full_disk
-from stormo.launch import RankInfo, alone, open_failure_reporter, run_node
+from stormo.launch import FailureReporter, RankInfo, alone, open_failure_reporter, run_node
 from stormo.launch.environments.local import silence_resource_tracker
 from stormo.launch.environments.torchrun import note_failure
 from stormo.launch.failure import Failure
@@ -32,6 +33,9 @@ from stormo.telemetry.runs_folder import note_failure as note_failure_of_run
 from stormo.telemetry.text import run_reference
 from stormo.training import staging
 from stormo.training.settings import Settings, checked, inherited_settings, merged_settings
+
+if TYPE_CHECKING:
+    from stormo.distributed.store import Store
 
 
 def main(arguments: list[str]) -> int:
@@ -65,7 +69,14 @@ def main(arguments: list[str]) -> int:
             resolve(config, layout, task.facts())  # refuses what it can before any process starts
         with staging.cleaned_up(config.command):
             return _start_workers(arguments, settings, config, task_class.Options, layout)
-    return _work(config, layout, task, rank_info or alone())
+    who = rank_info or alone()
+
+    def train(store: Store | None, reporter: FailureReporter) -> int:
+        from stormo.training.trainer import run_worker
+
+        return run_worker(config, layout, task, who, store, reporter)
+
+    return work(config, layout, who, train)
 
 
 def _start_workers(
@@ -81,7 +92,7 @@ def _start_workers(
     def attempt(number: int) -> int:
         attempt_arguments = [*named, "--resume"] if number else first
         merged = settings if attempt_arguments is arguments else merged_settings(attempt_arguments)[0]
-        equal = _equal_settings(merged.config(task_options), layout)
+        equal = equal_options(merged.config(task_options), layout)
         nonlocal started
         started = time.time() if number else process_start_unix_s()
         failures.clear()
@@ -109,8 +120,13 @@ def _note_failure(runs_folder: Path, started_unix_s: float, failure: Failure) ->
             say(f"resume with: stormo train --resume {run_reference(found.name, str(found.path))}")
 
 
-def _work(config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo) -> int:
-    """Train as one worker; a failure is reported to the others before this process ends."""
+def work(
+    config: TrainConfig,
+    layout: Layout,
+    rank_info: RankInfo,
+    body: Callable[[Store | None, FailureReporter], int],
+) -> int:
+    """Be one worker, which runs `body`; a failure is reported to the others before this process ends."""
     if rank_info.launcher == "torchrun":
         die_with_parent()  # torchrun would leave it behind
     silence_resource_tracker(os.environ)
@@ -119,7 +135,6 @@ def _work(config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo) 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch also raises the errors that it logs
     try:
         from stormo.distributed.store import Store, address_book_of
-        from stormo.training.trainer import run_worker
 
         if config.command.preflight:
             from stormo.doctor.measure import require_rendezvous
@@ -127,12 +142,12 @@ def _work(config: TrainConfig, layout: Layout, task: Task, rank_info: RankInfo) 
             require_rendezvous(rank_info)
         timeout_s = config.workers.timeout
         if reporter is None:
-            equal = _equal_settings(config, layout)
+            equal = equal_options(config, layout)
             reporter = open_failure_reporter(
                 rank_info, address_book=address_book_of(rank_info, timeout_s), timeout_s=timeout_s, **equal
             )
         store = Store(rank_info, timeout_s, reporter.store_address) if rank_info.world_size > 1 else None
-        code = run_worker(config, layout, task, rank_info, store, reporter)
+        code = body(store, reporter)
     except (Exception, SystemExit) as raised:
         error = _exit_error(raised) if isinstance(raised, SystemExit) else full_disk(raised) or raised
         if reporter is None or not reporter.shows_failures:
@@ -153,7 +168,8 @@ def _exit_error(raised: SystemExit) -> StormoError:
     )
 
 
-def _equal_settings(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+def equal_options(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    """The settings that must be equal on all nodes."""
     settings = {f"--{key.replace('_', '-')}": str(value) for key, value in options.flat_settings(config).items()}
     settings["the resumed run"] = str(config.resumed)  # a node that does not see its folder would start a new one
     return equal_settings(settings, layout)

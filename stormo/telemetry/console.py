@@ -116,9 +116,13 @@ def epoch_line(record: EpochDone) -> str:
     ]
     if record.mfu is not None and record.unit != "images":  # the line of images has a fixed format without it
         figures.append(f"MFU = {100 * record.mfu:.1f}%")
-    for name in metric_order(record.validation):
-        figures.append(f"Validation {name.replace('_', ' ').title()} = {record.validation[name]:.3f}")
+    figures += metric_texts(record.validation)
     return f"Epoch = {record.epoch}: {', '.join(figures)}"
+
+
+def metric_texts(validation: Mapping[str, float]) -> list[str]:
+    """The metrics of a validation, as in the plain line of an epoch."""
+    return [f"Validation {n.replace('_', ' ').title()} = {validation[n]:.3f}" for n in metric_order(validation)]
 
 
 class TerminalConsole:

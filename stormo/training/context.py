@@ -23,7 +23,7 @@ from stormo.telemetry.record import EpochDone, NodeSampled, Notice, Record, Step
 from stormo.training.clock import AnyNodeRecorder, TrainingClock
 from stormo.training.divergence import Diverged, LossMonitor, patience_steps
 from stormo.training.state import RunState
-from stormo.training.validation import Validation
+from stormo.training.validation import Validation, metrics_or_signal
 
 _SECONDS_BETWEEN_RECORDS = 0.25
 
@@ -156,20 +156,16 @@ class RunContext:
         return found
 
     def _validate(self) -> dict[str, float] | int:
-        strategy, progress, vote = self.state.strategy, self.state.progress, AsyncAllReduce(self.world)
+        strategy, progress = self.state.strategy, self.state.progress
+
+        def on_round(number: int) -> None:
+            self.record(ValidationProgress(epoch=progress.epoch, done=number, total=self.validation.num_rounds))
+            self.heartbeat(progress.step)
+
         strategy.average_buffers()
         with strategy.swap_in_mean_weights():
-            for number, metrics in enumerate(self.validation.run(strategy.validated, strategy.autocast), start=1):
-                if metrics is not None:
-                    return metrics
-                vote.start(self.stop_flag.signal_number)
-                total = self.validation.num_rounds
-                self.record(ValidationProgress(epoch=progress.epoch, done=number, total=total))
-                self.heartbeat(progress.step)
-                stop = vote.outcome()
-                if stop:
-                    return stop
-        raise AssertionError("validation ended without metrics")
+            rounds = self.validation.run(strategy.validated, strategy.autocast)
+            return metrics_or_signal(rounds, self.world, self.stop_flag, on_round)
 
     def finish_epoch(self, metrics: dict[str, float], clock: TrainingClock, validation_time_s: float) -> EpochDone:
         """Count the epoch, and record it with its figures. All ranks call it."""

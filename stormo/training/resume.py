@@ -157,7 +157,14 @@ def run_to_resume(flags: Mapping[str, Any]) -> RunFolder | None:
     return runs[0]
 
 
-def require_own(run: RunFolder, task: Any, *, is_built_in: bool) -> None:
+def require_own(
+    run: RunFolder,
+    task: Any,
+    *,
+    is_built_in: bool,
+    wish: str = "resumed",
+    instead: str = "look at it, and name the task: stormo train TASK --resume RUN",
+) -> None:
     """Refuse to import the task that a run's file names where another account could have written it."""
     owners = {str(run.path): run.path, str(run.config): run.config}
     path = Path(str(task).partition(":")[0])
@@ -166,9 +173,9 @@ def require_own(run: RunFolder, task: Any, *, is_built_in: bool) -> None:
     foreign = next((name for name, path in owners.items() if not is_own(path)), None)
     if foreign is not None and not is_built_in:
         raise SettingError(
-            f"run {run.name} was to be resumed",
+            f"run {run.name} was to be {wish}",
             f"{foreign} belongs to another account, and the task that its config.toml names would be run as yours",
-            "look at it, and name the task: stormo train TASK --resume RUN",
+            instead,
         )
 
 

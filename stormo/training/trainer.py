@@ -258,7 +258,7 @@ class Trainer:
             config.speed.validation_batch_size,
             world,
             resident=self.plan.loader == "resident",
-            num_loader_workers=_num_loader_workers(config, world),
+            num_loader_workers=num_loader_workers(config, world),
             make_batch=make_batch(task),
             is_sharded=strategy.is_sharded,
         )
@@ -348,11 +348,16 @@ def set_arithmetic(config: TrainConfig, plan: Plan) -> None:
     """Set torch to the number formats and algorithms of the plan."""
     if plan.compile:
         keep_compiled(os.environ)
-    tf32 = "ieee" if plan.precision in ("fp32", "fp64") else "tf32"
+    set_precision(config, plan.precision, autotune=plan.autotune)
+
+
+def set_precision(config: TrainConfig, precision: str, *, autotune: bool) -> None:
+    """Set torch to the number formats of a precision, and to the algorithms that go with it."""
+    tf32 = "ieee" if precision in ("fp32", "fp64") else "tf32"
     torch.backends.cuda.matmul.fp32_precision = tf32
     torch.backends.cudnn.conv.fp32_precision = tf32  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = plan.autotune
-    torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
+    torch.backends.cudnn.benchmark = autotune
+    torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not repeatable without it
         torch.use_deterministic_algorithms(True)
@@ -372,7 +377,7 @@ def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Lo
     if plan.loader == "resident":
         assert isinstance(data, TensorData)
         return ResidentLoader(data, share, seed, num_draws, task.augment, world.device)
-    num_workers = _num_loader_workers(config, world)
+    num_workers = num_loader_workers(config, world)
     if is_stream(data):
         return IterableLoader(
             data,
@@ -394,7 +399,8 @@ def make_batch(task: Task) -> Collate:
     return collate if type(task).collate is Task.collate else task.collate
 
 
-def _num_loader_workers(config: TrainConfig, world: World) -> int:
+def num_loader_workers(config: TrainConfig, world: World) -> int:
+    """The loading processes of one rank."""
     if config.speed.loader_workers is not None:
         return config.speed.loader_workers
     return min(8, max(1, num_cores() // world.rank_info.local_size - 1))

@@ -21,8 +21,9 @@ from stormo.data.order import derive_seed
 from stormo.data.processes import raise_forwarded, shut_down
 from stormo.data.reading import is_stream, key_loader, known_length, round_robin_loader
 from stormo.data.tensors import TensorData
-from stormo.distributed.world import World
+from stormo.distributed.world import AsyncAllReduce, World
 from stormo.errors import SettingError
+from stormo.system.signals import StopFlag
 from stormo.tasks.metrics import COUNT_OF, compute, held_metrics, read_metrics
 from stormo.tasks.task import Task
 
@@ -213,6 +214,22 @@ class Validation:
             found |= compute(name, self._objects[name], world)
         # Ranks that share a model may round differently, and all must decide alike when to stop.
         return dict(world.broadcast_object(found)) if self._is_sharded else found
+
+
+def metrics_or_signal(
+    rounds: Iterator[dict[str, float] | None], world: World, stop_flag: StopFlag, on_round: Callable[[int], None]
+) -> dict[str, float] | int:
+    """The metrics after the last round of `Validation.run`, or the signal that the ranks agreed on meanwhile."""
+    vote = AsyncAllReduce(world)
+    for number, metrics in enumerate(rounds, start=1):
+        if metrics is not None:
+            return metrics
+        vote.start(stop_flag.signal_number)
+        on_round(number)
+        stop = vote.outcome()
+        if stop:
+            return stop
+    raise AssertionError("validation ended without metrics")
 
 
 def _listed(names: _Names) -> str:

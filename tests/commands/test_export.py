@@ -105,6 +105,8 @@ def test_a_file_that_is_there_is_replaced_only_by_force(run: Path, capsys: pytes
         (["demo", "runs/demo/checkpoints/step-00000020/manifest.json/out"], "it cannot be (Not a directory)"),
         (["demo", "nowhere/out"], "it cannot be (No such file or directory)"),
         (["demo", "out", "--best", "--step", "3"], "not allowed with"),
+        (["demo", "--task.width", "3"], "--task.width was set, but a safetensors file holds the weights"),
+        (["demo", "--format", "pickle"], "invalid choice"),
         ([], "required: RUN"),
     ],
 )
@@ -122,7 +124,7 @@ def test_damage_is_found_before_anything_is_written_and_the_good_one_offered(
     assert main(["export", "demo", "out"]) == CorruptCheckpointError.exit_code
     said = capsys.readouterr().err
     assert "at least one byte changed" in said
-    assert "the newest good checkpoint is that of step 20: --step 20." in said
+    assert "the newest good checkpoint is that of step 20: runs/demo/checkpoints/step-00000020." in said
     assert not Path("out").exists()
 
 
@@ -134,5 +136,5 @@ def test_a_run_without_a_checkpoint_or_a_best_is_reported(run: Path, capsys: pyt
     (run / "checkpoints" / "step-00000030").rename(run / "gone")
     assert main(["export", "demo"]) == EXIT_USAGE
     said = capsys.readouterr().err
-    assert "no checkpoint of demo was saved with a validation" in said
-    assert "run demo was to be exported, but it has no checkpoint yet" in said
+    assert "the best checkpoint of demo was asked for, but none was saved with a validation" in said
+    assert "the weights of run demo were asked for, but it has no checkpoint yet" in said

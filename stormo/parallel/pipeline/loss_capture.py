@@ -25,7 +25,7 @@ class _ReachedError(BaseException):
 
 
 def model_inputs(
-    call: Callable[[nn.Module], Any], model: nn.Module, method: str
+    call: Callable[[nn.Module], Any], model: nn.Module, method: str, use: str = "in a pipeline"
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The positional and keyword arguments with which a method of the task calls the model.
 
@@ -33,6 +33,7 @@ def model_inputs(
         call: calls the method with a model, as `lambda model: task.loss(model, batch)`.
         model: what the stand-in looks like.
         method: its name for messages, such as `MyTask.loss`.
+        use: what it is called for.
     """
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -44,7 +45,7 @@ def model_inputs(
         call(stand_in(model, record))
     except _ReachedError:
         return found[0]
-    raise _no_call(method)
+    raise _no_call(method, use)
 
 
 def with_output(call: Callable[[nn.Module], Any], output: Any, model: nn.Module, method: str) -> Any:
@@ -64,15 +65,15 @@ def with_output(call: Callable[[nn.Module], Any], output: Any, model: nn.Module,
 
     result = call(stand_in(model, give))
     if not num_calls:
-        raise _no_call(method)
+        raise _no_call(method, "in a pipeline")
     _check_weights(result, output, model, method)
     return result
 
 
-def _no_call(method: str) -> SettingError:
+def _no_call(method: str, use: str) -> SettingError:
     return SettingError(
-        f"{method} was called in a pipeline",
-        "it does not call the model, whose layers are on several workers",
+        f"{method} was called {use}",
+        "it does not call the model as a whole",
         "call model(…) in it, not single layers of the model",
     )
 
