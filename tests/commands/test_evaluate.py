@@ -132,3 +132,14 @@ def test_a_damaged_checkpoint_is_refused_and_a_good_one_offered(
         assert "is that of step 8: runs/ddp/checkpoints/step-00000008." in capsys.readouterr().err
     finally:
         file.write_bytes(data)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_metrics_of_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--num-gpus", "1", "--epochs", "2", "--run-name", "gpu", "--no-tensorboard", "--no-energy"]
+    done = programs.run(["-m", "stormo", "train", TASK, *words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = programs.run(["-m", "stormo", "evaluate", "gpu", "--num-gpus", "1", "--json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["validation"] == pytest.approx(_epochs("gpu")[-1], rel=1e-3)
