@@ -15,6 +15,8 @@ from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import format_bytes, write_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stormo.checkpoint.format import Found
     from stormo.checkpoint.tensors import Encoded
 
@@ -36,23 +38,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
     asked = parser.parse_intermixed_args(list(arguments))  # FILE may follow an option
-    name, path = _find(asked.source, Path(asked.runs_folder), is_best=asked.best, step=asked.step)
+    name, path = find_checkpoint(asked.source, Path(asked.runs_folder), is_best=asked.best, step=asked.step)
     file = Path(asked.file or f"{name}-{path.name.partition('.')[0]}.safetensors")
     _require_free(file, may_replace=asked.force)
 
-    from stormo.checkpoint import CorruptCheckpointError, Reader, newest_good, weights_digest
-    from stormo.checkpoint.reader import check_digest
+    from stormo.checkpoint import weights_digest
     from stormo.checkpoint.tensors import Encoded
 
-    try:
-        with Reader(path) as reader:
-            step = reader.manifest.step
-            (model,) = reader.read_sections("model")
-            check_digest(reader, model)
-    except CorruptCheckpointError as error:
-        good, _ = newest_good(path.parent)
-        offer = f"the newest good checkpoint is that of step {good.step}: --step {good.step}" if good else ""
-        raise CorruptCheckpointError(error.path, error.problem, offer) from error
+    step, model = read_weights(path)
     # By "format" other programs know that these are weights of torch.
     encoded = Encoded(model, {"format": "pt", "stormo_step": str(step)})
     _write(file, encoded)
@@ -64,7 +57,23 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _find(source: str, runs_folder: Path, *, is_best: bool, step: int | None) -> tuple[str, Path]:
+def read_weights(path: Path) -> tuple[int, dict[str, Tensor]]:
+    """The step of a checkpoint and its verified weights, on the CPU."""
+    from stormo.checkpoint import CorruptCheckpointError, Reader, newest_good
+    from stormo.checkpoint.reader import check_digest
+
+    try:
+        with Reader(path) as reader:
+            (model,) = reader.read_sections("model")
+            check_digest(reader, model)
+            return reader.manifest.step, model
+    except CorruptCheckpointError as error:
+        good, _ = newest_good(path.parent)
+        offer = f"the newest good checkpoint is that of step {good.step}: --step {good.step}" if good else ""
+        raise CorruptCheckpointError(error.path, error.problem, offer) from error
+
+
+def find_checkpoint(source: str, runs_folder: Path, *, is_best: bool, step: int | None) -> tuple[str, Path]:
     """The checkpoint that was asked for, and a name for it."""
     from stormo.checkpoint import find
 
