@@ -79,7 +79,7 @@ class _Cells:
         value = self._namespace[name]
         if is_plain(value):
             return f"{name} = {value!r}"
-        if name in self._statements:
+        if self._statements.get(name):
             return self._statements[name]
         if isinstance(value, ModuleType):
             return f"import {value.__name__} as {name}"
@@ -94,7 +94,7 @@ class _Cells:
 
 
 def _bindings(cell: str) -> Iterator[tuple[str, str]]:
-    """The names that the statements of a cell bind, each with the code that binds it alone."""
+    """The names that a cell binds, each with the code that does; "" where that needs an older value of the name."""
     try:
         body = ast.parse(cell).body
     except (SyntaxError, ValueError):  # a cell that never ran
@@ -114,7 +114,9 @@ def _bindings(cell: str) -> Iterator[tuple[str, str]]:
             for target in targets:
                 for bound in ast.walk(target):
                     if isinstance(bound, ast.Name) and isinstance(bound.ctx, ast.Store):
-                        yield bound.id, ast.unparse(node)
+                        yield bound.id, "" if bound.id in _global_names(code) else code
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, ""
 
 
 def _from(node: ast.ImportFrom, alias: ast.alias) -> ast.ImportFrom:

@@ -45,7 +45,7 @@ def test_a_task_of_cells_is_trained_twice_resumed_and_loaded(tmp_path: Path) -> 
     shown = run_cells([*CELLS, TASK, train, train + "\nrun.resume(epochs=3)", after], tmp_path)
     assert "Epoch = 2: " in shown[6]
     assert "Epoch = 3: " in shown[7]
-    assert shown[8].split() == "[1, 2, 3] Linear(in_features=3, out_features=1, bias=True) False".split()
+    assert shown[8].split() == ["[1,", "2,", "3]", "Linear(in_features=3,", "out_features=1,", "bias=True)", "False"]
     runs = sorted((tmp_path / "runs").glob("Fit-*"))
     assert [json.loads((run / "summary.json").read_text())["epochs_run"] for run in runs] == [2, 3]
     assert "torch.zeros" not in (runs[0] / "cell_task.py").read_text()
@@ -59,9 +59,13 @@ def test_a_function_of_a_cell_runs_on_all_workers(tmp_path: Path) -> None:
 
 
 def test_errors_are_exceptions_in_the_cell(tmp_path: Path) -> None:
-    wrong = "try:\n    stormo.train(Fit, batch_size=0, device='cpu')\nexcept ValueError as error:\n    print(error.what)"
+    wrong = (
+        "try:\n    stormo.train(Fit, batch_size=0, device='cpu')\nexcept ValueError as error:\n    print(error.what)"
+    )
     failing = TASK.replace("x, y = batch", "raise KeyError('no y')")
-    caught = "try:\n    stormo.train(Fit, num_gpus=2, epochs=1, device='cpu')\nexcept Exception as error:\n    print(error)"
+    caught = (
+        "try:\n    stormo.train(Fit, num_gpus=2, epochs=1, device='cpu')\nexcept Exception as error:\n    print(error)"
+    )
     shown = run_cells([*CELLS, TASK, wrong, failing, caught], tmp_path)
     assert "--batch-size 0 was set\n" in shown[6]
     assert shown[8].rstrip().splitlines()[-1].endswith("failed: KeyError: 'no y'")
