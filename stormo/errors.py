@@ -72,6 +72,14 @@ class MissingPackageError(StormoError, ImportError):
         )
 
 
+class RunFailedError(StormoError):
+    """A training or a script that was started from Python has failed; the text begins with the cause."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 def note_error(text: str, exit_code: int, parts: tuple[str, str, str] | None = None) -> None:
     """Note why this command fails for a Python program that has started it; the first error is the cause."""
     path = os.environ.get(ERROR_FILE)

@@ -18,21 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from stormo.errors import ERROR_FILE, EXIT_USAGE, SettingError, StormoError
+from stormo.errors import ERROR_FILE, EXIT_USAGE, RunFailedError, SettingError, StormoError
 from stormo.system.process import stormo_command
 
 _MAX_LAST_CHARACTERS = 4000
 _NUM_POLITE = 2  # the first Ctrl-C saves and stops, the second stops at once; a third kills
 _LOOK_S = 0.5
 _END_S = 60.0  # for the command to save and to end its workers
-
-
-class RunFailedError(StormoError):
-    """A training or a script that was started from Python has failed; the text begins with the cause."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 def refuse_in_worker(call: str) -> None:
