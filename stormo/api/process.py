@@ -63,7 +63,8 @@ def run_command(verb: str, arguments: Sequence[str]) -> None:
 
 
 def _is_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout is sys.__stdout__ and sys.stdout.isatty()  # a notebook replaces it
+    terminal = sys.__stdout__  # a notebook writes elsewhere
+    return terminal is not None and terminal is sys.stdout and terminal.isatty()
 
 
 def _import_paths() -> list[str]:
