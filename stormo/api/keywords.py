@@ -13,12 +13,10 @@ class TrainSettings(TypedDict, total=False):
 
     # workers
     num_gpus: int | None
-    num_nodes: int | None
     max_restarts: int | None
     launcher: Literal["auto", "ssh"] | None
     hosts: str | None
     hostfile: str | None
-    node_id: int | None
     master_addr: str | None
     master_port: int | None
     device: Literal["auto", "cpu", "cuda"] | None

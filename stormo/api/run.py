@@ -39,7 +39,7 @@ class Run:
     """One run, as its folder describes it; `stormo.train` and `stormo.open_run` give it."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+        self._folder = RunFolder(folder.path.resolve())  # a notebook may change its folder
 
     def __repr__(self) -> str:
         return f"<stormo run {self.name}: {self.state}>"
@@ -108,7 +108,7 @@ class Run:
         given = {key: value for key, value in settings.items() if value is not None}
         for key in {"run_name", "runs_folder", "resume"} & given.keys():
             raise SettingError(f"{key} was set", f"run {self.name} is resumed in its folder", "leave it out")
-        run_command("train", [*self._own_task(), "--resume", str(self.folder.resolve()), *as_flags(given)])
+        run_command("train", [*self._own_task(), "--resume", str(self.folder), *as_flags(given)])
         return self
 
     def load_model(self, *, best: bool = False) -> nn.Module:
@@ -124,7 +124,7 @@ class Run:
         """The task, where its code is in the run's folder, wherever that is now; somebody else's is refused."""
         task = str(read_toml(self._folder.config).get("task"))
         place, _, name = task.partition(":")
-        moved = self.folder.resolve() / CELL_FILE
+        moved = self.folder / CELL_FILE
         task = f"{moved}:{name}" if Path(place).name == CELL_FILE and moved.is_file() else task
         require_own(self._folder, task, is_built_in=task in TASKS)
         return [task]

@@ -84,12 +84,12 @@ class _Cells:
         if isinstance(value, ModuleType):
             return f"import {value.__name__} as {name}"
         module, own_name = getattr(value, "__module__", None), getattr(value, "__name__", "")
-        if module and getattr(sys.modules.get(module), own_name, None) is value:
+        if module and module != "__main__" and getattr(sys.modules.get(module), own_name, None) is value:
             return f"from {module} import {own_name} as {name}"
         raise SettingError(
-            f"{needed_by} uses {name}, a {type(value).__name__}",
-            "no cell assigns it by itself at its top level, so that workers cannot make it",
-            f"write {name} = … as a statement of its own, or make it inside {needed_by}",
+            f"{needed_by} uses {name}, a {type(value).__name__}" if needed_by != name else f"{name} was given",
+            "no statement at the top level of a cell makes it, so that workers cannot",
+            f"define {name} there by one statement",
         )
 
 

@@ -29,6 +29,8 @@ NOT_KEYWORDS = {
     "dry_run": "type stormo train --dry-run",
     "plot_schedule": "type stormo train --dry-run --plot-schedule",
     "print_commands": "type stormo train --print-commands",
+    "num_nodes": "set launcher and hosts, or start stormo train on every node",
+    "node_id": "set launcher and hosts, or start stormo train on every node",
 }
 
 
@@ -48,16 +50,18 @@ def train(task: str | Task | type[Task] | None = None, **settings: Unpack[TrainS
     refuse_in_worker("stormo.train()")
     given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
     for key in NOT_KEYWORDS.keys() & given.keys():
-        raise SettingError(f"{key} was set", "stormo.train() trains a new run", NOT_KEYWORDS[key])
+        raise SettingError(
+            f"{key} was set", "stormo.train() starts the workers of one new run from here", NOT_KEYWORDS[key]
+        )
     source = None if task is None or isinstance(task, str) else _source_of(task)
     name = task if isinstance(task, str) else source.name if source else TrainConfig.task
     in_file = read_toml(Path(given["config"])).get("run", {}) if "config" in given else {}
     parent = Path(given.get("runs_folder") or in_file.get("runs_folder") or RunSection.runs_folder)
     folder = new_run_folder(parent, given.get("run_name") or in_file.get("run_name"), name)
     given |= {"run_name": folder.name, "runs_folder": str(parent)}
-    given |= _own_options(task) if isinstance(task, Task) else {}
-    target = [task] if isinstance(task, str) else [_target(source, folder.path)] if source else []
     try:
+        given |= _own_options(task) if isinstance(task, Task) else {}
+        target = [task] if isinstance(task, str) else [_target(source, folder.path)] if source else []
         run_command("train", [*target, *as_flags(given)])
     finally:
         if not folder.is_run:  # it never began
@@ -95,7 +99,9 @@ def run(
         script = Path(folder, "stormo_cell.py")
         text = f'{_import_of(source)}\n\nif __name__ == "__main__":\n    {call}\n'
         script.write_text(text, encoding="utf-8")
-        run_command("run", [str(script), *as_flags({key: value for key, value in settings.items() if value})])
+        run_command(
+            "run", [str(script), *as_flags({key: value for key, value in settings.items() if value is not None})]
+        )
 
 
 def _source_of(task: Task | type[Task]) -> Source:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ TASK = """
 
 """
 SETTINGS = 'device="cpu", num_gpus=2, energy=False, tensorboard=False, run_name="fit"'
+
+
+class Labelled(stormo.Task):
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        label: str | None = "a"
 
 
 def _start(folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -70,11 +77,11 @@ if __name__ == "__main__":
     x, y = Fit().validation_data().tensors
     with torch.no_grad():
         loss = nn.functional.mse_loss(run.load_model()(x), y)
-    print("same", abs(float(loss) - run.summary["validation_loss"]) < 1e-6, run.report())
+    print("same", abs(float(loss) - run.summary["validation_loss"]) < 1e-6, run.report().relative_to(run.folder))
     print(run, torch.cuda.is_initialized(), torch.distributed.is_initialized())
 """
     out, err = _script(tmp_path, code).communicate(timeout=ENDS_WITHIN_S)
-    assert out.splitlines()[-2:] == ["same True runs/fit/report.html", "<stormo run fit: done> False False"], err
+    assert out.splitlines()[-2:] == ["same True report.html", "<stormo run fit: done> False False"], err
 
 
 def test_a_script_without_its_guard_is_told_so(tmp_path: Path) -> None:
@@ -125,12 +132,15 @@ def test_after_c_a_task_is_named_and_a_class_has_no_source(tmp_path: Path) -> No
 
 def test_what_a_run_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for settings in ({"dry_run": True}, {"resume": "fit"}):
-        with pytest.raises(SettingError, match="trains a new run"):
+    for settings in ({"dry_run": True}, {"resume": "fit"}, {"num_nodes": 2}):
+        with pytest.raises(SettingError, match="of one new run"):
             stormo.train("fashion-mnist", **settings)
     with pytest.raises(SettingError, match="a object was given"):
         stormo.run(_start, object())
     with pytest.raises(SettingError, match="it is no stormo"):
         stormo.train(dict)
+    with pytest.raises(SettingError, match="option label was set to None"):
+        stormo.train(Labelled(label=None))
+    assert list((tmp_path / "runs").iterdir()) == []
     with pytest.raises(SettingError, match="there is no run"):
         stormo.open_run("fit")

@@ -83,6 +83,13 @@ def test_what_no_statement_makes_again_is_named(notebook: Any, cell: str) -> Non
     assert caught.value.what.startswith("f uses value, a ")
 
 
+def test_a_class_inside_a_statement_is_refused(notebook: Any) -> None:
+    main = notebook("if True:\n    class Inside: pass")
+    with pytest.raises(SettingError) as caught:
+        find_source(main.Inside)
+    assert caught.value.what == "Inside was given"
+
+
 def test_what_is_inside_a_function_is_refused() -> None:
     def inner() -> None: ...
 
