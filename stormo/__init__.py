@@ -8,20 +8,26 @@ TYPE_CHECKING = False  # as in typing, which `python -m stormo` must not import 
 if TYPE_CHECKING:
     from typing import Any
 
+    from stormo.api.run import Run, open_run
+    from stormo.api.start import run, train
     from stormo.script.world import World
     from stormo.tasks.task import Task
 
-__all__ = ["Task", "World", "__version__"]
+__all__ = ["Run", "Task", "World", "__version__", "open_run", "run", "train"]
+_MODULES = {
+    "Run": "stormo.api.run",
+    "Task": "stormo.tasks.task",
+    "World": "stormo.script.world",
+    "open_run": "stormo.api.run",
+    "run": "stormo.api.start",
+    "train": "stormo.api.start",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch only for those who ask for the world."""
-    if name == "World":
-        from stormo.script.world import World
+    """Imports what is asked for, and torch only with the world."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'stormo' has no attribute {name!r}")
+    from importlib import import_module
 
-        return World
-    if name == "Task":
-        from stormo.tasks.task import Task
-
-        return Task
-    raise AttributeError(f"module 'stormo' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

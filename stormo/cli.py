@@ -5,11 +5,21 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from stormo.errors import EXIT_INTERRUPTED, SettingError, StormoError, full_disk, unknown_name
+from stormo.errors import (
+    ERROR_FILE,
+    EXIT_INTERRUPTED,
+    SettingError,
+    StormoError,
+    full_disk,
+    note_error,
+    unknown_name,
+)
 from stormo.system.files import printable
+from stormo.system.process import die_with_parent
 from stormo.system.signals import defer_sigusr1, exit_on_sigint, exit_on_sigterm
 from stormo.telemetry.text import discard, open_closed_streams
 from stormo.version import __version__
@@ -43,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if ERROR_FILE in os.environ:
+        die_with_parent(signal.SIGTERM)  # a notebook whose kernel was killed: save and stop
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()  # here, where a reader that has gone is no error
@@ -60,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: StormoError) -> int:
+    parts = (error.what, error.why, error.instead) if isinstance(error, SettingError) else None
+    note_error(printable(str(error)), error.exit_code, parts)
     print(f"stormo: {printable(str(error))}", file=sys.stderr)  # noqa: T201
     return error.exit_code
 

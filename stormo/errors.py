@@ -5,9 +5,13 @@ A message is one sentence: what was set, why it cannot hold, what to set instead
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
+import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 # Names of options in other tools.
 _OTHER_WORDS = {
@@ -30,6 +34,8 @@ _OTHER_WORDS = {
     "num-workers": ("loader-workers",),
     "workers": ("num-gpus",),
 }
+
+ERROR_FILE = "STORMO_ERROR_FILE"  # names the file in which stormo.train() in Python reads why its command failed
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -64,6 +70,22 @@ class MissingPackageError(StormoError, ImportError):
             f"{needed_for} needs the package {package}, which is not installed; "
             f"install it with: pip install 'stormo[{extra}]'."
         )
+
+
+class RunFailedError(StormoError):
+    """A training or a script that was started from Python has failed; the text begins with the cause."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def note_error(text: str, exit_code: int, parts: tuple[str, str, str] | None = None) -> None:
+    """Note why this command fails for a Python program that has started it; the first error is the cause."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
+            json.dump({"text": text, "exit_code": exit_code, "parts": parts}, file)
 
 
 def full_disk(error: BaseException) -> StormoError | None:

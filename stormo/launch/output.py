@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from stormo.errors import note_error
 from stormo.launch.failure import Failure
 from stormo.launch.torch_errors import is_native_trace, wants_native_traces
 
@@ -153,6 +154,7 @@ class LogMultiplexer:
         lines = [line for _, rank, line in self._held if and_lines_of(rank)]
         if not wants_native_traces():
             lines = [line for line in lines if not is_native_trace(line)]
+        note_error(failure.sentence, failure.exit_code)
         write_all(STDERR, failure.text().encode() + b"".join(lines))
         self._held.clear()
         self._cause_shown = True

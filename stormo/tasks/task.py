@@ -6,7 +6,7 @@ This file imports no torch, so that the options of a built-in task are read at o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ class Task:
     # Settings by field name that suit the task, {"optimizer": "adamw"}; whatever a user sets wins over them.
     defaults: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, options: Any) -> None:
-        self.options = options
+    def __init__(self, options: Any = None, **given: Any) -> None:
+        options = type(self).Options() if options is None else options
+        self.options = replace(options, **given) if given else options
         self._datasets: tuple[Dataset[Any], Dataset[Any]] | None = None
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:

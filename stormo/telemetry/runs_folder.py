@@ -95,6 +95,37 @@ def require_new_run(parent: Path, name: str) -> None:
         ) from None
 
 
+def new_run_folder(parent: Path, given_name: str | None, task: str) -> RunFolder:
+    """Make the folder of a new run, under a free name."""
+    name = given_name or default_run_name(task)
+    for attempt in range(1, 1000):
+        folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
+        if folder.is_dir() or not make_run_folder(folder):
+            if given_name is not None:
+                require_new_run(parent, name)
+                return RunFolder(folder)  # its run was killed before it wrote anything; the lock keeps others out
+            continue
+        return RunFolder(folder)
+    raise AssertionError("a thousand runs in one second")
+
+
+def make_run_folder(folder: Path) -> bool:
+    """Make a folder; False where another process was faster."""
+    try:
+        if not folder.parent.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)  # private: settings, command lines, weights
+    except OSError as error:
+        if isinstance(error, FileExistsError) and folder.is_dir():
+            return False
+        raise SettingError(
+            f"--runs-folder {folder.parent} was set",
+            f"{folder} cannot be made ({error.strerror})",
+            "set another folder",
+        ) from None
+    return True
+
+
 def find_run(folder: Path, name_or_path: str) -> RunFolder:
     """The run of that name in the folder, or the one at that path."""
     for candidate in (folder / name_or_path, Path(name_or_path)):

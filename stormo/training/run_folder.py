@@ -18,7 +18,7 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.system.files import open_own
 from stormo.telemetry.folder import RunFolder
-from stormo.telemetry.runs_folder import default_run_name, require_new_run
+from stormo.telemetry.runs_folder import make_run_folder, new_run_folder
 
 _NUM_TRIES = 5
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -31,35 +31,9 @@ def open_folder(config: TrainConfig) -> RunFolder:
     if run.resume is not None and run.run_name is not None:
         path = parent / run.run_name
         if not path.is_dir():
-            _make(path)  # the run never began
+            make_run_folder(path)  # the run never began
         return RunFolder(path)
-    name = run.run_name or default_run_name(config.task)
-    for attempt in range(1, 1000):
-        folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
-        if folder.is_dir() or not _make(folder):
-            if run.run_name is not None:
-                require_new_run(parent, name)
-                return RunFolder(folder)  # its run was killed before it wrote anything; the lock keeps others out
-            continue
-        return RunFolder(folder)
-    raise AssertionError("a thousand runs in one second")
-
-
-def _make(folder: Path) -> bool:
-    """Make a folder; False where another process was faster."""
-    try:
-        if not folder.parent.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)  # private: settings, command lines, weights
-    except OSError as error:
-        if isinstance(error, FileExistsError) and folder.is_dir():
-            return False
-        raise SettingError(
-            f"--runs-folder {folder.parent} was set",
-            f"{folder} cannot be made ({error.strerror})",
-            "set another folder",
-        ) from None
-    return True
+    return new_run_folder(parent, run.run_name, config.task)
 
 
 def lock_folder(folder: RunFolder) -> IO[bytes] | None:
