@@ -70,10 +70,7 @@ def make_console(
     clock: Callable[[], float] = time.monotonic,
     hidden: Container[str] = (),
 ) -> Sink:
-    """The console that suits the stream: live on a terminal, plain lines anywhere else.
-
-    `hidden` are lines of the plan that are not shown.
-    """
+    """The console that suits the stream, live or plain; `hidden` are lines of the plan that it does not show."""
     variables = os.environ if environ is None else environ
     if can_redraw(stream, variables):
         return TerminalConsole(stream, environ=variables, clock=clock, hidden=hidden)
