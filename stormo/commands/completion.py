@@ -9,8 +9,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from stormo.config.options import Parser, train_options
 from stormo.errors import unknown_name
@@ -18,29 +17,16 @@ from stormo.tasks.find import TASKS
 from stormo.telemetry.text import write_text
 
 # "  -h, --help", "  --bind, --no-bind", "  --resume [RUN]", "  --decay {none,step}"; not "  --task.width X"
-_FLAGS = re.compile(
-    r"^  (?:-\w, )?(--[\w-]+)(?![\w.-])(?:, (--no-[\w-]+))?(?: \[?(?:\{([\w,-]+)\}|(\S+)))?", re.MULTILINE
-)
+_FLAGS = re.compile(r"(?m)^  (?:-\w, )?(--[\w-]+)(?![\w.-])(?:, (--no-[\w-]+))?(?: \[?(?:\{([\w,-]+)\}|(\S+)))?")
 _TAKE_TASK = ("train", "predict", "scale", "submit")  # and every option of `train`
+Flags = Mapping[str, Sequence[str] | None]  # of a verb: the choices of each, None where it takes no value
+Verbs = Mapping[str, Callable[[list[str]], int]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flag:
-    """One flag of a verb."""
-
-    name: str
-    choices: tuple[str, ...] = ()
-    takes_value: bool = False
-
-
-def main(arguments: Sequence[str], verbs: Mapping[str, Callable[[list[str]], int]]) -> int:
+def main(arguments: Sequence[str], verbs: Verbs) -> int:
     """Print the script for a shell."""
-    parser = Parser(
-        prog="stormo completion",
-        description="Print a script that completes the verbs, flags and choices of stormo.",
-        epilog="In ~/.bashrc: source <(stormo completion bash)",
-        allow_abbrev=False,
-    )
+    about = "Print a script that completes verbs, flags and choices. In ~/.bashrc: source <(stormo completion bash)"
+    parser = Parser(prog="stormo completion", description=about, allow_abbrev=False)
     parser.add_argument("shell", metavar="SHELL", help=" or ".join(_SHELLS))
     shell = parser.parse_args(arguments).shell
     if shell not in _SHELLS:
@@ -49,39 +35,33 @@ def main(arguments: Sequence[str], verbs: Mapping[str, Callable[[list[str]], int
     return 0
 
 
-def _flags(verb: str, verbs: Mapping[str, Callable[[list[str]], int]]) -> list[Flag]:
+def _flags(verb: str, verbs: Verbs) -> Flags:
     """The flags in the help of a verb; those of a task's own are unknown."""
-    help_text = io.StringIO()
-    for name in {verb, "train"} if verb in _TAKE_TASK else {verb}:
-        with contextlib.redirect_stdout(help_text), contextlib.suppress(SystemExit):
+    text = io.StringIO()
+    for name in dict.fromkeys(("train", verb)) if verb in _TAKE_TASK else (verb,):
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             verbs[name](["--help", "all"] if name == "train" else ["--help"])
     choices = {option.flag: (*option.choices, *option.keywords) for option in train_options()}
-    found: dict[str, Flag] = {}
-    for name, negative, shown, value in _FLAGS.findall(help_text.getvalue()):
-        known = tuple(shown.split(",")) if shown else choices.get(name, ())
-        found.setdefault(name, Flag(name=name, choices=known, takes_value=bool(shown or value)))
-        if negative:
-            found.setdefault(negative, Flag(name=negative))
-    return sorted(found.values(), key=lambda flag: flag.name)
+    found: dict[str, Sequence[str] | None] = {}
+    for name, negative, shown, value in _FLAGS.findall(text.getvalue()):
+        found[name] = shown.split(",") if shown else choices.get(name, ()) if value else None
+        found |= {negative: None} if negative else {}
+    return dict(sorted(found.items()))
 
 
 # Sets `list` from `verb` (empty where it is typed now), `flag` (the word before) and `current`.
-def _body(verbs: Mapping[str, Sequence[Flag]]) -> str:
-    choices = {flag.name: flag.choices for flags in verbs.values() for flag in flags if flag.choices}
+def _body(verbs: Mapping[str, Flags]) -> str:
+    choices = {name: words for flags in verbs.values() for name, words in flags.items() if words}
     lines = [f'    if [[ -z $verb ]]; then list="{" ".join(verbs)}"; else', "    case $flag in"]
     lines += [f'        {name}) list="{" ".join(words)}" ;;' for name, words in sorted(choices.items())]
     lines += ["        *) case $verb/$current in"]
-    lines += [f'            {verb}/-*) list="{_names(flags)}" ;;' for verb, flags in verbs.items()]
+    lines += [f'            {verb}/-*) list="{" ".join(flags)}" ;;' for verb, flags in verbs.items()]
     lines += [f'            {"/*|".join(_TAKE_TASK)}/*) list="{" ".join(TASKS)}" ;;']
     lines += [f'            completion/*) list="{" ".join(_SHELLS)}" ;;']
     return "\n".join([*lines, "        esac ;;", "    esac; fi"])
 
 
-def _names(flags: Iterable[Flag]) -> str:
-    return " ".join(flag.name for flag in flags)
-
-
-def _bash(verbs: Mapping[str, Sequence[Flag]]) -> str:
+def _bash(verbs: Mapping[str, Flags]) -> str:
     return f"""\
 _stormo() {{
     local list= verb= current=${{COMP_WORDS[COMP_CWORD]}} flag=${{COMP_WORDS[COMP_CWORD-1]}}
@@ -95,7 +75,7 @@ complete -o default -F _stormo stormo
 """
 
 
-def _zsh(verbs: Mapping[str, Sequence[Flag]]) -> str:
+def _zsh(verbs: Mapping[str, Flags]) -> str:
     return f"""\
 #compdef stormo
 _stormo() {{
@@ -110,17 +90,17 @@ compdef _stormo stormo
 """
 
 
-def _fish(verbs: Mapping[str, Sequence[Flag]]) -> str:
+def _fish(verbs: Mapping[str, Flags]) -> str:
     lines = [f"complete -c stormo -n __fish_use_subcommand -f -a '{' '.join(verbs)}'"]
     seen = "complete -c stormo -n '__fish_seen_subcommand_from {}'"
     for verb, flags in verbs.items():
         start = seen.format(verb)
-        for flag in flags:
-            value = f" -x -a '{' '.join(flag.choices)}'" if flag.choices else " -r" if flag.takes_value else ""
-            lines.append(f"{start} -l {flag.name[2:]}{value}")
+        for name, words in flags.items():
+            value = "" if words is None else f" -x -a '{' '.join(words)}'" if words else " -r"
+            lines.append(f"{start} -l {name[2:]}{value}")
     lines.append(f"{seen.format(' '.join(_TAKE_TASK))} -a '{' '.join(TASKS)}'")
     lines.append(f"{seen.format('completion')} -f -a '{' '.join(_SHELLS)}'")
     return "\n".join(lines) + "\n"
 
 
-_SHELLS: dict[str, Callable[[Mapping[str, Sequence[Flag]]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+_SHELLS: dict[str, Callable[[Mapping[str, Flags]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}

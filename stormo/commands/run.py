@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from stormo.config import options
@@ -26,7 +25,7 @@ _SCRIPT_KEYS = (
     *("node_id", "master_addr", "master_port", "device", "backend", "timeout"),
 )
 _ALL = options.options_of("workers", Workers)
-_OPTIONS = [replace(option, common=True) for option in _ALL if option.name in _SCRIPT_KEYS]
+_OPTIONS = options.all_common(option for option in _ALL if option.name in _SCRIPT_KEYS)
 _TASK_FLAGS = {option.flag for option in _ALL if option.name not in _SCRIPT_KEYS}
 _SCRIPT = options.Positional(
     name="script",

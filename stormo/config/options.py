@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -230,23 +230,22 @@ class UsageError(StormoError):
 
 
 def build_parser(
-    program: str,
-    options: Sequence[Option],
-    task_title: str,
-    positional: Positional = _TASK,
-    *,
-    add_help: bool = True,
-    shows_all: bool = False,
+    program: str, options: Sequence[Option], task_title: str, positional: Positional = _TASK, *, add_help: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser whose help is grouped by section and shows every default; values stay text until `convert`."""
-    hidden = frozenset[str]() if shows_all else frozenset(option.key for option in options if not option.common)
+    """A parser whose help shows the common options by section, with defaults; values stay text until `convert`."""
+    hidden = frozenset(option.key for option in options if not option.common)
     epilog = f"{program} --help all shows the other {len(hidden)} options." if hidden else None
     usage = f"{program} [{positional.metavar}] [options]" if hidden else None
-    parser = _parser(prog=program, usage=usage, description=positional.description, add_help=add_help, epilog=epilog)
+    about = {"description": positional.description, "epilog": epilog}
+    parser = _parser(prog=program, usage=usage, add_help=add_help, **about)
     parser.add_argument(positional.name, nargs="?", metavar=positional.metavar, help=positional.help)
-    titles = {name: _title(cls) for name, cls in SECTIONS.items()} | {"task": task_title}
-    _add_flags(parser, options, titles, hidden)
+    _add_flags(parser, options, {name: _title(cls) for name, cls in SECTIONS.items()} | {"task": task_title})
     return parser
+
+
+def all_common(options: Iterable[Option]) -> list[Option]:
+    """The options, of which the help shows every one."""
+    return [dataclasses.replace(option, common=True) for option in options]
 
 
 def _without_all(argv: Sequence[str]) -> list[str]:
@@ -264,21 +263,15 @@ def _title(section: type[Any]) -> str:
     return (section.__doc__ or "").rstrip(".")
 
 
-def _add_flags(
-    parser: argparse.ArgumentParser,
-    options: Iterable[Option],
-    titles: Mapping[str, str],
-    hidden: Container[str] = (),
-) -> None:
+def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]) -> None:
     groups: dict[str, Any] = {}
     for option in options:
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(titles[option.section])
         group = groups[option.section]
         help_text = option.help.replace("%", "%%") + _default_note(option)
-        is_hidden = option.key in hidden
         if option.kind is bool:
-            shown = argparse.SUPPRESS if is_hidden else help_text
+            shown = help_text if option.common else argparse.SUPPRESS
             group.add_argument(option.flag, dest=option.key, action=argparse.BooleanOptionalAction, help=shown)
             continue
         metavar = option.metavar or "|".join(({int: "N", float: "X", str: "TEXT"}[option.kind], *option.keywords))
@@ -290,7 +283,7 @@ def _add_flags(
             option.flag,
             dest=option.key,
             metavar=metavar,
-            help=argparse.SUPPRESS if is_hidden else help_text,
+            help=help_text if option.common else argparse.SUPPRESS,
             **({"nargs": "?", "const": ""} if option.optional_value else {}),
         )
 
@@ -300,7 +293,7 @@ def take_flags(
 ) -> tuple[dict[str, Any], list[str]]:
     """The settings of one section on a command line, and the remaining arguments, which are those of `stormo train`."""
     parser = _parser(prog=program, usage=usage, description=description)
-    options = options_of(*section)
+    options = all_common(options_of(*section))
     _add_flags(parser, options, {section[0]: _title(section[1])})
     namespace, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
     return _converted(namespace, options), rest
@@ -317,7 +310,9 @@ def parse_flags(
 ) -> dict[str, Any]:
     """The settings of a command line, by key, including `task` where it was given."""
     arguments = _without_all(argv)
-    parser = build_parser(program, options, task_title, positional, shows_all=len(arguments) < len(argv))
+    if len(arguments) < len(argv):
+        options = all_common(options)
+    parser = build_parser(program, options, task_title, positional)
     namespace, rest = parser.parse_known_args([_dashed(argument) for argument in arguments])
     unknown = next((argument.split("=")[0] for argument in rest if argument.startswith("-")), None)
     if unknown is not None:

@@ -25,10 +25,7 @@ def option(
     common: bool = False,
     dropped: Mapping[str, str] | None = None,
 ) -> Any:
-    """A field with its line of help, in the short help if it is `common`.
-
-    `dropped` maps a value that it once took to what to do instead.
-    """
+    """A field; the short help has it if it is `common`; `dropped` maps a value it once took to what to do instead."""
     metadata = {"help": help_text, "metavar": metavar, "optional_value": optional_value, "common": common}
     return field(default=default, metadata=metadata | {"dropped": dropped or {}})
 
@@ -65,10 +62,7 @@ class Workers:
         None, "workers on this node: GPUs, or processes on a machine without; default all", common=True
     )
     num_nodes: int | NodeRange = option(
-        1,
-        "nodes of the job; start the same command on each; stormo submit also takes 1:4",
-        metavar="N",
-        common=True,
+        1, "nodes of the job; start the same command on each; stormo submit also takes 1:4", metavar="N", common=True
     )
     max_restarts: int = option(0, "restarts of all workers from the last checkpoint after a failure")
     launcher: Literal["auto", "ssh"] = option(
@@ -90,10 +84,7 @@ class Workers:
         None, "try a few of NCCL's socket settings at the start, and take the fastest; default where it uses sockets"
     )
     strategy: StrategyName = option(
-        "auto",
-        "how the model is distributed over the workers, see docs/strategies.md",
-        metavar="NAME",
-        common=True,
+        "auto", "how the model is distributed over the workers, see docs/strategies.md", metavar="NAME", common=True
     )
     servers: int = option(1, "with --strategy server: workers that also hold and step a shard of the weights")
     staleness: int = option(0, "with --strategy server: steps a worker may be ahead of the slowest")
@@ -117,9 +108,7 @@ class Batch:
     """Batch: how many samples go into one optimizer step."""
 
     batch_size: int | Literal["auto"] = option(
-        32,
-        "samples per worker in one micro-batch; auto finds the most that fit",
-        common=True,
+        32, "samples per worker in one micro-batch; auto finds the most that fit", common=True
     )
     global_batch_size: int | None = option(
         None, "samples of all workers in one step; replaces --batch-size", common=True

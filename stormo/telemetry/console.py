@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -64,34 +64,26 @@ _ENDINGS = {
 
 
 def make_console(
-    stream: TextIO,
-    *,
-    environ: Mapping[str, str] | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    hidden: Container[str] = (),
+    stream: TextIO, *, environ: Mapping[str, str] | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Sink:
-    """The console that suits the stream: live on a terminal, plain lines anywhere else.
-
-    `hidden` are lines of the plan that are not shown.
-    """
+    """The console that suits the stream: live on a terminal, plain lines anywhere else."""
     variables = os.environ if environ is None else environ
     if can_redraw(stream, variables):
-        return TerminalConsole(stream, environ=variables, clock=clock, hidden=hidden)
-    return PlainConsole(stream, hidden)
+        return TerminalConsole(stream, environ=variables, clock=clock)
+    return PlainConsole(stream)
 
 
 class PlainConsole:
     """One line per epoch, flushed at once; stops when the reader has gone."""
 
-    def __init__(self, stream: TextIO, hidden: Container[str] = ()) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._hidden = hidden
         self._is_off = False
 
     def write(self, record: Record) -> None:
         """Print the lines of one record, if it has any."""
         if isinstance(record, RunStarted):
-            self._print(*(line for line in record.explanation if line not in self._hidden))
+            self._print(*record.explanation)
         elif isinstance(record, EpochDone):
             self._print(epoch_line(record))
         elif isinstance(record, Notice):
@@ -128,11 +120,8 @@ def metric_texts(validation: Mapping[str, float]) -> list[str]:
 class TerminalConsole:
     """The plan in a panel, a table with one row per epoch, and one live line for the current epoch."""
 
-    def __init__(
-        self, stream: TextIO, *, environ: Mapping[str, str], clock: Callable[[], float], hidden: Container[str] = ()
-    ) -> None:
+    def __init__(self, stream: TextIO, *, environ: Mapping[str, str], clock: Callable[[], float]) -> None:
         self._stream = stream
-        self._hidden = hidden
         self._clock = clock
         self._console = steady_console(stream, environ)
         self._is_unicode = encodable("━╸─", stream) == "━╸─"
@@ -200,7 +189,7 @@ class TerminalConsole:
         self._run = record
         title = self._text(f"{record.run_name} · {record.task}", "bold")
         body = Table.grid(padding=(0, 2, 0, 0))  # a long reason wraps within its column
-        for line in (line for line in record.explanation if line not in self._hidden):
+        for line in record.explanation:
             label, _, reason = line.partition("  ")
             body.add_row(self._text(label), self._text(reason.lstrip()))
         self._console.print(

@@ -179,25 +179,28 @@ class RunRecorder:
         known = sorted({*before, *launches})
         environment = collect_environment(torch_environment(self._world) | ({"launches": known} if known else {}))
         write_json(self.folder.environment, environment)
-        self._sinks = [*self._console(), EventFile(self.folder)]
+        console = self._console()
+        self._sinks = [*console, EventFile(self.folder)]
         if config.run.tensorboard:
             self._sinks.append(TensorBoardFile(self.folder.tensorboard))
         if self._prometheus is not None:
             self._sinks.append(self._prometheus)
-        self.record(
-            RunStarted(
-                run_name=self.folder.name,
-                run_folder=str(self.folder.path),
-                task=config.task,
-                world_size=self._world.size,
-                global_batch_size=plan.global_batch_size,
-                epochs=plan.epochs,
-                steps_per_epoch=plan.steps_per_epoch,
-                resumed_at_step=progress.step if progress.num_resumes else None,
-                explanation=plan.lines(),
-                job=scheduler_job(os.environ),
-            )
+        started = RunStarted(
+            run_name=self.folder.name,
+            run_folder=str(self.folder.path),
+            task=config.task,
+            world_size=self._world.size,
+            global_batch_size=plan.global_batch_size,
+            epochs=plan.epochs,
+            steps_per_epoch=plan.steps_per_epoch,
+            resumed_at_step=progress.step if progress.num_resumes else None,
+            explanation=plan.lines(),
+            job=scheduler_job(os.environ),
         )
+        minor = () if config.command.verbose else plan.minor_lines(config)
+        shown = replace(started, explanation=tuple(line for line in plan.lines() if line not in minor))
+        for sink in self._sinks:  # the files have the whole plan
+            sink.write(shown if sink in console else started)
         if self._prometheus is not None:
             self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._prometheus.address}"))
         for notice in _start_notices(config, plan, progress, self.folder.name, summary):
@@ -206,10 +209,8 @@ class RunRecorder:
     def _console(self) -> list[Sink]:
         if sys.stdout is None:  # it was closed
             return []
-        hidden = () if self._config.command.verbose else self._plan.minor_lines(self._config)
         # mpirun gives rank 0 a pseudo-terminal, whatever the user looks at.
-        is_plain = self._world.rank_info.launcher == "mpi"
-        return [PlainConsole(sys.stdout, hidden) if is_plain else make_console(sys.stdout, hidden=hidden)]
+        return [PlainConsole(sys.stdout) if self._world.rank_info.launcher == "mpi" else make_console(sys.stdout)]
 
     def _open_node_files(self) -> None:
         """Open the file of every node's recorder in the run folder, where the node sees it."""

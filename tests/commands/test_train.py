@@ -144,6 +144,15 @@ def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch
     assert lines[:-3] == [line for line in stored if not line.startswith(hidden)]
 
 
+def test_verbose_prints_the_whole_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert here("--verbose", "--epochs", "1", "--run-name", "v") == 0
+    stored = read_events(tmp_path / "runs" / "v" / "events.jsonl")[0]["explanation"]
+    assert capsys.readouterr().out.splitlines()[: len(stored)] == stored
+
+
 def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     run, _ = whole
     result = summary(run)

@@ -215,7 +215,7 @@ def test_options_of_the_task_are_typed_and_reach_it(tmp_path: Path) -> None:
 
 
 def test_help_shows_every_flag_with_its_default_in_its_section() -> None:
-    text = options.build_parser("stormo train", EVERY, "Task own", shows_all=True).format_help()
+    text = options.build_parser("stormo train", options.all_common(EVERY), "Task own").format_help()
     flat = " ".join(text.split())
     for one in EVERY:
         assert one.flag in text

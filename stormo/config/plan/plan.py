@@ -312,9 +312,7 @@ def with_micro_batches(
 _SETTINGS = {
     "link": ("tune_link",),
     "channels last": ("channels_last",),
-    "compile": ("compile",),
-    "graph": ("graph",),
-    "autotune": ("autotune",),
+    **{name: (name,) for name in ("compile", "graph", "autotune")},
     "batch norm": ("sync_batch_norm", "ghost_batch_size"),
     "noise scale": ("noise_scale",),
     "checkpoints": ("checkpoint_every", "keep_checkpoints", "async_checkpoint"),
