@@ -21,7 +21,7 @@ from stormo.data.batches import batch_length
 from stormo.data.reading import is_stream
 from stormo.errors import MissingPackageError, SettingError, StormoError
 from stormo.parallel.pipeline.loss_capture import model_inputs
-from stormo.parallel.pytree import tree_tensors
+from stormo.parallel.pytree import tree_map_only, tree_tensors
 from stormo.tasks.task import Task
 from stormo.training.sanity_check import explain_errors
 from stormo.training.trainer import make_batch
@@ -64,7 +64,7 @@ def export_model(task: Task, model: nn.Module, kind: str, file: Path) -> Exporte
     traced, other = (_model_args(task, model, number) for number in (_NUM_SAMPLES, _OTHER_SAMPLES))
     program = _trace(model, traced, kind)
     with _quiet():
-        run = _write_onnx(program, file) if kind == "onnx" else _write_torch(program, file)
+        run = _write_onnx(model, program, file) if kind == "onnx" else _write_torch(program, file)
     is_any_size = bool(program.range_constraints)
     compared = [args for _, args in ([traced, other] if is_any_size else [traced])]
     difference, tolerance = _compare(model, run, compared, kind)
@@ -81,7 +81,8 @@ def _model_args(task: Task, model: nn.Module, number: int) -> tuple[int, _Args]:
         batch = make_batch(task)(list(samples))
         method = f"{type(task).__name__}.loss"
         args = model_inputs(lambda stand_in: task.loss(stand_in, batch), model, method, "for an export")
-    return batch_length(batch), args
+    # The program would else depend on the strides of a slice.
+    return batch_length(batch), tree_map_only(Tensor, Tensor.contiguous, args)
 
 
 def _trace(model: nn.Module, traced: tuple[int, _Args], kind: str) -> ExportedProgram:
@@ -90,16 +91,22 @@ def _trace(model: nn.Module, traced: tuple[int, _Args], kind: str) -> ExportedPr
     for tensor in tree_tensors((args, kwargs)):
         if tensor.ndim and len(tensor) == length:
             shapes[tensor] = {0: Dim.AUTO}
+    with _explain(model, kind, "torch.export"):
+        dynamic = shapes.dynamic_shapes(model, args, dict(kwargs))
+        return torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic)
+
+
+@contextmanager
+def _explain(model: nn.Module, kind: str, exporter: str) -> Iterator[None]:
+    """Say in one sentence that an exporter cannot take the model."""
     try:
         with _quiet():
-            return torch.export.export(
-                model, args, dict(kwargs), dynamic_shapes=shapes.dynamic_shapes(model, args, dict(kwargs))
-            )
+            yield
     except Exception as error:
-        line = next(iter(str(error).splitlines()), type(error).__name__)
+        line = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SettingError(
             f"--format {kind} was set",
-            f"torch.export cannot trace {type(model).__name__} ({line.rstrip('.')})",
+            f"{exporter} cannot take {type(model).__name__} ({line.rstrip('.')})",
             "change what its forward does, or set --format safetensors",
         ) from error
 
@@ -111,10 +118,11 @@ def _write_torch(program: ExportedProgram, file: Path) -> _Call:
     return lambda args: tree_tensors(module(*args[0], **args[1]))
 
 
-def _write_onnx(program: ExportedProgram, file: Path) -> _Call:
+def _write_onnx(model: nn.Module, program: ExportedProgram, file: Path) -> _Call:
     import onnxruntime
 
-    made = torch.onnx.export(program, dynamo=True, verbose=False)
+    with _explain(model, "onnx", "torch.onnx.export"):
+        made = torch.onnx.export(program, dynamo=True, verbose=False)
     assert made is not None
     made.save(file, external_data=False)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])

@@ -149,7 +149,7 @@ def test_a_batch_that_is_fixed_by_the_model_is_reported(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_traced_is_one_sentence(tmp_path: Path) -> None:
     task = Made(Branching(), torch.rand(20, 4))
-    with pytest.raises(SettingError, match=r"torch.export cannot trace Branching \(") as raised:
+    with pytest.raises(SettingError, match=r"torch.export cannot take Branching \(") as raised:
         export_model(task, task.model(), "torch-export", tmp_path / "model.pt2")
     assert "\n" not in str(raised.value)
 
