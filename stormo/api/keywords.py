@@ -115,6 +115,7 @@ class TrainSettings(TypedDict, total=False):
 
     # command
     config: str | None
+    verbose: bool | None
     preflight: bool | None
     stage: str | Literal[True] | None
     keep_staged: bool | None

@@ -136,7 +136,7 @@ def _command(job: Job) -> list[str]:
     if slurm.apptainer is not None:
         image = str(job.folder / slurm.apptainer)
         own = dict.fromkeys((str(job.folder), str(job.runs_folder)))  # which an image need not see
-        binds = [*own, *([slurm.bind] if slurm.bind else [])]
+        binds = [*own, *([slurm.apptainer_bind] if slurm.apptainer_bind else [])]
         nvidia = ["--nv"] if job.gpus_per_node else []
         program = ["apptainer", "exec", *nvidia, "--bind", ",".join(binds), image, "stormo"]
     listening = ["bash", "-c", 'trap "" USR1; exec "$@"', "-"]

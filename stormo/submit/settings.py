@@ -28,7 +28,7 @@ _TIMES = (r"(?P<m>\d+)", r"(?P<m>\d+):(?P<s>\d+)", r"(?P<h>\d+):(?P<m>\d+):(?P<s
 _DAYS = (r"(?P<d>\d+)-(?P<h>\d+)", r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)", rf"(?P<d>\d+)-{_TIMES[2]}")
 _UNIT_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNLIMITED = ("infinite", "unlimited")
-_REPEATED = {"setup": "\n", "bind": ",", "sbatch": " "}  # flags that may be repeated: what joins their values
+_REPEATED = {"setup": "\n", "apptainer_bind": ",", "sbatch": " "}  # flags that may be repeated: what joins their values
 _LOOP = "submit each run, in a loop of the shell"
 _REMOVED = {
     "follow": "tail -F runs/NAME/slurm.log shows the output, and submit prints that line",
@@ -82,7 +82,7 @@ class Slurm:
     )
     warn_s: int = option(120, "seconds before the time limit at which the training saves", metavar="S")
     apptainer: str | None = option(None, "run inside this image, which has stormo", metavar="IMAGE.sif")
-    bind: str | None = option(None, "folders that the image sees too; repeat for more", metavar="FROM[:TO]")
+    apptainer_bind: str | None = option(None, "folders that the image sees too; repeat for more", metavar="FROM[:TO]")
     setup: str | None = option(
         None, 'shell lines before the training, such as "module load cuda"; repeat for more', metavar="LINES"
     )
@@ -199,9 +199,11 @@ def _check_files(slurm: Slurm) -> None:
         raise SettingError(f"--log {slurm.log} was set", "there is no such folder", "make it, or set another file")
     if slurm.log is not None and Path(slurm.log).is_dir():
         raise SettingError(f"--log {slurm.log} was set", "that is a folder", "name a file in it")
-    if slurm.bind is not None and slurm.apptainer is None:
+    if slurm.apptainer_bind is not None and slurm.apptainer is None:
         raise SettingError(
-            f"--bind {slurm.bind} was set", "there is no image that could see it", "set it with --apptainer IMAGE.sif"
+            f"--apptainer-bind {slurm.apptainer_bind} was set",
+            "there is no image that could see it",
+            "set it with --apptainer IMAGE.sif",
         )
 
 

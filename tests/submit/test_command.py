@@ -170,7 +170,7 @@ def test_every_setting_that_is_given_is_told_to_the_training_and_nothing_else(
         (["--num-gpus", "2", "--mesh", "shard=3"], "3"),
         (["--global-batch-size", "0"], "a global batch of 0 was set"),
         (["--apptainer", "no.sif"], "--apptainer no.sif was set, but there is no such file"),
-        (["--bind", "/data"], "--bind /data was set, but there is no image that could see it"),
+        (["--apptainer-bind", "/data"], "--apptainer-bind /data was set, but there is no image that could see it"),
         (["--sbatch", "--nodes=3"], "--nodes is set by --num-nodes"),
         (["--setup-file", "bin"], "--setup-file bin was set, but it cannot be read (Is a directory); name a file of"),
         (["--setup-file", sys.executable], "was set, but it cannot be read (it is no text in UTF-8); name a file of"),

@@ -59,7 +59,9 @@ JOBS = {
     "apptainer": replace(
         PLAIN,
         runs_folder=Path("/scratch/runs"),
-        slurm=Slurm(apptainer="torch.sif", bind="/data:/mnt", on_time_limit="stop", sbatch="--gres=gpu:a100:8"),
+        slurm=Slurm(
+            apptainer="torch.sif", apptainer_bind="/data:/mnt", on_time_limit="stop", sbatch="--gres=gpu:a100:8"
+        ),
     ),
 }
 
