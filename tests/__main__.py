@@ -1,6 +1,6 @@
 """Runs the checks and all tests: what `make test` calls.
 
-Five pytest processes run side by side, because many tests wait for programs that they have started; ruff and mypy run
+Seven pytest processes run side by side, because many tests wait for programs that they have started; ruff and mypy run
 beside them. The first group is shown live, then each of the others. A few tests that fail are run once more, alone: a
 test that fails only beside the others is named, a test that fails again has failed.
 """
@@ -22,10 +22,9 @@ GROUPS = (
     ("tests/system",),
     ("tests/parallel",),
     ("tests/launch", "tests/checkpoint", "tests/data"),
-    (
-        *("tests/benchmarks", "tests/docs", "tests/layers"),
-        *("tests/commands/test_run.py", "tests/commands/test_train.py"),
-    ),
+    ("tests/benchmarks", "tests/layers"),
+    ("tests/docs", "tests/commands/test_run.py", "tests/commands/test_train.py"),
+    ("tests/api", "tests/commands/test_evaluate.py", "tests/training"),
 )
 MAX_RETRIES = 8  # more failures than these do not come from the load
 CACHE = Path(".pytest_cache")

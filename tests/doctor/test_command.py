@@ -96,7 +96,7 @@ def test_the_commands_of_the_page(
         (["--data-folder", "/no/such"], "there is no such folder"),
         (
             ["--num-gpus", "2", "--limit-s", "1e10"],
-            "--limit-s 10000000000 was set, but it must lie between 0 and 2592000",
+            "--limit-s 10000000000 was set, but it must lie between 1 and 2592000",
         ),
         (["--quick"], "unrecognized arguments: --quick"),
     ],

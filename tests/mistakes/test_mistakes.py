@@ -80,7 +80,7 @@ def test_what_is_known_before_workers_needs_none(monkeypatch: pytest.MonkeyPatch
         raise AssertionError("workers were started")
 
     monkeypatch.setattr("stormo.commands.train.run_node", never)
-    monkeypatch.setattr("stormo.commands.train._work", never)
+    monkeypatch.setattr("stormo.commands.train.work", never)
     for mistake in MISTAKES:
         if mistake.before_workers:
             _write(mistake, tmp_path)

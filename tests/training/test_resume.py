@@ -241,7 +241,7 @@ FREE = frozenset(
         *("tensorboard", "prometheus", "prometheus_host", "noise_scale"),
         *("energy", "grid_intensity", "energy_price", "currency"),
         # what one call does
-        *("config", "dry_run", "plot_schedule", "preflight", "stage", "keep_staged", "profile"),
+        *("config", "dry_run", "plot_schedule", "preflight", "stage", "keep_staged", "profile", "verbose"),
     )
 )
 _PLACE = ("run_name", "runs_folder", "resume", "config")  # they say which run, and what is read besides it
