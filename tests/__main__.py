@@ -1,6 +1,6 @@
 """Runs the checks and all tests: what `make test` calls.
 
-Seven pytest processes run side by side, because many tests wait for programs that they have started; ruff and mypy run
+Five pytest processes run side by side, because many tests wait for programs that they have started; ruff and mypy run
 beside them. The first group is shown live, then each of the others. A few tests that fail are run once more, alone: a
 test that fails only beside the others is named, a test that fails again has failed.
 """
@@ -20,11 +20,9 @@ from pathlib import Path
 CHECKS = ("ruff check .", "ruff format --check .", "mypy")
 GROUPS = (
     ("tests/system",),
-    ("tests/parallel",),
-    ("tests/launch", "tests/checkpoint", "tests/data"),
-    ("tests/benchmarks", "tests/layers"),
-    ("tests/docs", "tests/commands/test_run.py", "tests/commands/test_train.py"),
-    ("tests/api", "tests/commands/test_evaluate.py", "tests/training"),
+    ("tests/parallel", "tests/api", "tests/commands/test_evaluate.py"),
+    ("tests/launch", "tests/checkpoint", "tests/data", "tests/docs"),
+    ("tests/benchmarks", "tests/layers", "tests/commands/test_run.py", "tests/commands/test_train.py"),
 )
 MAX_RETRIES = 8  # more failures than these do not come from the load
 CACHE = Path(".pytest_cache")
