@@ -46,7 +46,7 @@ _OUTER = "outer/"
 
 def raise_on_all_ranks(world: World, failure: Exception | None) -> None:
     """Raise on every rank the error that one of them passes; all ranks call it."""
-    if not world.max(torch.tensor([float(failure is not None)])).item():
+    if not world.any(failure is not None):
         return
     described = None
     if failure is not None:
@@ -253,7 +253,7 @@ def _mean_state(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _all_state(world: World, described: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """All state that some rank has: its dtype, its shape, and how many ranks have it."""
     is_other = world.broadcast_object(described) != described
-    if not world.max(torch.tensor([float(is_other)])).item():
+    if not world.any(is_other):
         return {name: [*each, world.size] for name, each in described.items()}
     union: dict[str, list[Any]] = {}
     for each in world.gather_objects(described) or []:

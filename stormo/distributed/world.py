@@ -222,6 +222,10 @@ class World:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
+    def any(self, holds: bool) -> bool:
+        """Whether it holds on any worker."""
+        return bool(self.max(torch.tensor([float(holds)])).item())
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's values, in place."""
         if self.size > 1:

@@ -521,7 +521,7 @@ class Strategy:
 
     def _any_has_sparse(self) -> bool:
         """Whether a parameter of any worker has a sparse gradient."""
-        return bool(self.world.max(torch.tensor([float(_has_sparse(self.module))])).item())
+        return self.world.any(_has_sparse(self.module))
 
     def _check_sparse(self) -> None:
         """Refuse settings that need dense gradients."""

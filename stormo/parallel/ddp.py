@@ -228,7 +228,7 @@ class Ddp(Strategy):
             self.clear_gradients()
         with nullcontext() if self._hook_meter is None else self._hook_meter.capturing():
             super()._capture(batch)
-        if self.world.max(torch.tensor([float(self._graph is None)])).item() and self._graph is not None:
+        if self.world.any(self._graph is None) and self._graph is not None:
             self._graph = None  # a collective of a graph must be one of all graphs
             self._note_no_graph(_NO_GRAPH_ELSEWHERE)
 

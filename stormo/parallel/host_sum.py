@@ -76,14 +76,14 @@ def open_host_sum(world: World, ranks: Sequence[int]) -> HostSum | None:
     """A sum over these ranks that was tried, or None where it does not work. All ranks, of one host, call it."""
     path = world.from_rank_0(lambda: _new_file(_num_bytes(world.size)))
     made = _tried(lambda: HostSum(world, ranks, path)) if path else None
-    is_missing = _any(world, made is None)
+    is_missing = world.any(made is None)
     if world.is_main and path:
         Path(path).unlink()  # those that map it keep it
     if made is None or is_missing:
         return None
     sizes = (1, 1281, _CAPACITY + 3)
     is_right = _tried(lambda: all(_is_right(made, world, ranks, size) for size in sizes))
-    if _any(world, not is_right):
+    if world.any(not is_right):
         return None
     made.wait_up_to(world.timeout.total_seconds())
     return made
@@ -102,10 +102,6 @@ def _is_right(made: HostSum, world: World, ranks: Sequence[int], size: int) -> b
     made(vector)
     expected = torch.arange(size, dtype=torch.float64) * len(ranks) + sum(ranks)
     return bool(vector.cpu().equal(expected))
-
-
-def _any(world: World, holds: bool) -> bool:
-    return bool(world.max(torch.tensor([float(holds)])).item())
 
 
 def _num_bytes(num_ranks: int) -> int:

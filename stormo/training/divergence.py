@@ -74,7 +74,7 @@ def find_bad_inputs(diverged: Diverged, loader: Loader, world: World, *, is_stre
         is_bad = is_bad or has_bad_inputs(batch.data)
         if batch.span.is_last:
             break
-    return replace(diverged, has_bad_inputs=bool(world.max(torch.tensor([float(is_bad)])).item()))
+    return replace(diverged, has_bad_inputs=world.any(is_bad))
 
 
 def has_bad_inputs(data: Any) -> bool:

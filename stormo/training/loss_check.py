@@ -63,7 +63,7 @@ def check_loss_parts(strategy: Strategy, batch: Batch | None, num_micro_batches:
         return
     parts = None if batch is None else _parts(batch)
     # Ranks of a sharded model must call it equally often: all of them check, or none.
-    if strategy.is_sharded and strategy.world.max(torch.tensor([float(parts is None)])).item():
+    if strategy.is_sharded and strategy.world.any(parts is None):
         parts = None
     found = None if parts is None else _find(strategy, *parts)
     gathered = strategy.world.gather_objects(None if found is None else asdict(found))

@@ -257,7 +257,7 @@ def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
         length = batch_length(batch)
     is_short = length < 2
     if strategy.is_sharded:  # ranks that share a model must call it equally often
-        is_short = bool(strategy.world.max(torch.tensor([float(is_short)])).item())
+        is_short = strategy.world.any(is_short)
     if is_short:
         return
     middle = length // 2
