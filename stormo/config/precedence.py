@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from stormo.config.schema import NESTEROV_OPTIMIZERS, OPTIMIZER_DEFAULTS
+from stormo.config.schema import OPTIMIZER_DEFAULTS
 from stormo.config.strategies import names, with_option
 from stormo.errors import SettingError
 
@@ -85,7 +85,6 @@ _CHOICES: dict[str, _Choice] = {
         for name in sorted({name for own in OPTIMIZER_DEFAULTS.values() for name in own})
     },
     "base_batch_size": _Choice(("lr_rule",), _is("lr_rule", "linear", "sqrt", None), ("--lr-rule linear", "sqrt")),
-    "nesterov": _optimizer(*NESTEROV_OPTIMIZERS),
     "gradient_noise_decay": _Choice(
         ("gradient_noise",), lambda settings: settings.get("gradient_noise") is not None, ("--gradient-noise",)
     ),

@@ -22,6 +22,7 @@ from stormo.errors import SettingError
 from stormo.optim.lamb import LAMB
 from stormo.optim.lars import LARC, LARS
 from stormo.optim.layerwise import LayerwiseOptimizer
+from stormo.optim.muon import Muon
 from stormo.optim.novograd import NovoGrad
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # whatever their shape
@@ -39,6 +40,25 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool =
     ]
     if layerwise:
         groups[0]["adapt"], groups[1]["adapt"] = True, False
+    return [group for group in groups if group["params"]]
+
+
+def muon_groups(model: nn.Module, weight_decay: float, adamw_lr: float) -> list[dict[str, Any]]:
+    """Muon for hidden matrices and convolutions; AdamW for embeddings, the output layer, biases, norms and all others.
+
+    The output layer is the last one with a matrix, in the order of the model's modules.
+    """
+    with_matrix = [layer for layer in model.modules() if any(p.ndim == 2 for p in layer.parameters(recurse=False))]
+    outer = [layer for layer in with_matrix if isinstance(layer, nn.Embedding | nn.EmbeddingBag)] + with_matrix[-1:]
+    apart = {id(parameter) for layer in outer for parameter in layer.parameters(recurse=False)}
+    kernels = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
+    groups: list[dict[str, Any]] = []
+    for group in parameter_groups(model, weight_decay, layerwise=True):
+        if group["adapt"]:
+            hidden = {id(p) for p in group["params"] if id(p) in kernels or (p.ndim == 2 and id(p) not in apart)}
+            groups.append({**group, "params": [p for p in group["params"] if id(p) in hidden]})
+            group["params"] = [p for p in group["params"] if id(p) not in hidden]
+        groups.append({**group, "adapt": False, "lr": adamw_lr})
     return [group for group in groups if group["params"]]
 
 
@@ -115,6 +135,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "larc": LARC,
     "lamb": LAMB,
     "novograd": NovoGrad,
+    "muon": Muon,
 }
 
 
@@ -125,10 +146,12 @@ def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
     base: Any = OPTIMIZERS[settings.optimizer]
     layerwise = issubclass(base, LayerwiseOptimizer)
     options: dict[str, Any] = {"lr": settings.base_lr, **settings.specific_options()}
+    if base is Muon:
+        options["betas"] = 0.9, options.pop("beta2")
+        adamw_lr = options.pop("adamw_lr") or settings.base_lr
+        return Muon(muon_groups(model, settings.weight_decay, adamw_lr), **options)
     if "beta2" in options:
-        options["betas"] = settings.momentum, options.pop("beta2")
-    else:
-        options |= {"momentum": settings.momentum, "nesterov": settings.nesterov}
+        options["betas"] = options.pop("momentum"), options.pop("beta2")
     if not layerwise:
         options["fused"] = all(parameter.is_floating_point() for parameter in model.parameters())
     kind: type[Any] = base if layerwise else _without_compiler(base)

@@ -15,7 +15,10 @@ from stormo.errors import SettingError
 from stormo.optim.table import skip_compiler_import, skip_compiler_in_step
 
 # Settings without effect on a task's optimizer.
-IGNORED = ("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay")
+IGNORED = (
+    *("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay"),
+    *("ns_steps", "adjust_lr", "adamw_lr"),
+)
 _MAX_NAMED = 3  # frozen parameters
 
 

@@ -46,6 +46,7 @@ SHOWN = frozenset(
         *("decay", "decay_every", "decay_factor", "epochs"),  # a decay ends with the last epoch
         # step
         *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm"),
+        *("ns_steps", "adjust_lr", "adamw_lr"),
         *("gradient_noise_batch", "gradient_noise", "gradient_noise_decay"),
         *("average_every", "outer_lr", "outer_momentum"),
         *("staleness", "compress", "compress_rank"),

@@ -51,6 +51,7 @@ def check_numbers(config: TrainConfig) -> None:
         ("--warmup-from", optimizer.warmup_from, 0),
         ("--micro-batches", config.sharding.micro_batches, 1),
         ("--compress-rank", config.workers.compress_rank, 1),
+        ("--ns-steps", optimizer.ns_steps, 1),
     ):
         at_least(flag, value, least)
     for flag, value in (
@@ -59,6 +60,7 @@ def check_numbers(config: TrainConfig) -> None:
         ("--gradient-noise", optimizer.gradient_noise),
         ("--eps", optimizer.eps),
         ("--trust-coefficient", optimizer.trust_coefficient),
+        ("--adamw-lr", optimizer.adamw_lr),
         ("--decay-every", optimizer.decay_every),
         ("--decay-factor", optimizer.decay_factor),
         ("--outer-lr", optimizer.outer_lr),
@@ -93,7 +95,7 @@ def check_numbers(config: TrainConfig) -> None:
             "auto finds the number of micro-batches",
             "leave out --accumulate or set it to 1, or set --batch-size to a number",
         )
-    if optimizer.nesterov and optimizer.momentum == 0:
+    if optimizer.momentum == 0 and optimizer.specific_options().get("nesterov"):
         raise SettingError(
             "--nesterov was set with --momentum 0",
             "Nesterov momentum needs a momentum above 0",

@@ -83,13 +83,12 @@ def task_optimizer_text(config: TrainConfig, name: str | None) -> str:
 
 
 def _values(config: TrainConfig) -> str:
-    settings = config.optimizer
-    values = {"momentum": settings.momentum, "Nesterov": settings.nesterov}
-    values |= settings.specific_options() | {"weight decay": settings.weight_decay}
+    values = config.optimizer.specific_options() | {"weight decay": config.optimizer.weight_decay}
     return ", ".join(
-        name.replace("_", " ") + ("" if value is True else f" {value:g}")
+        name.replace("_", " ").replace("nesterov", "Nesterov")
+        + ("" if value is True else f" {value}" if isinstance(value, str) else f" {value:g}")
         for name, value in values.items()
-        if value is not False
+        if value is not False and value is not None
     )
 
 
