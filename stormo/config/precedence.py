@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from stormo.config.schema import OPTIMIZER_DEFAULTS
+from stormo.config.schema import DECAY_SHARES, OPTIMIZER_DEFAULTS
 from stormo.config.strategies import names, with_option
 from stormo.errors import SettingError
 
@@ -85,6 +85,11 @@ _CHOICES: dict[str, _Choice] = {
         for name in sorted({name for own in OPTIMIZER_DEFAULTS.values() for name in own})
     },
     "base_batch_size": _Choice(("lr_rule",), _is("lr_rule", "linear", "sqrt", None), ("--lr-rule linear", "sqrt")),
+    "decay_share": _Choice(("decay",), _is("decay", *DECAY_SHARES), ("--decay wsd", *list(DECAY_SHARES)[1:])),
+    **dict.fromkeys(
+        ("warmup_epochs", "warmup_from"),
+        _Choice(("decay",), lambda settings: settings.get("decay") != "one-cycle", ("another --decay than one-cycle",)),
+    ),
     "gradient_noise_decay": _Choice(
         ("gradient_noise",), lambda settings: settings.get("gradient_noise") is not None, ("--gradient-noise",)
     ),

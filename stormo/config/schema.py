@@ -171,11 +171,14 @@ class Optimizer:
     warmup_from: float | None = option(
         None, "fraction of the learning rate that warm-up starts from; default 1 / workers (1 for a global batch)"
     )
-    decay: Literal["none", "cosine", "linear", "step"] = option(
-        "none", "how the learning rate falls after warm-up", common=True
+    decay: Literal["none", "cosine", "linear", "step", "wsd", "wsd-sqrt", "one-cycle"] = option(
+        "none", "how the learning rate falls after warm-up; one-cycle has a rise of its own instead", common=True
     )
     decay_every: float = option(10.0, "epochs between the steps of --decay step")
     decay_factor: float = option(0.1, "factor of each step of --decay step")
+    decay_share: float | None = option(
+        None, "share of all steps in which --decay wsd, wsd-sqrt (default 0.2) and one-cycle (default 0.7) fall"
+    )
     clip_norm: float | None = option(None, "clip the gradient to this norm", common=True)
     gradient_noise_batch: int | None = option(
         None, "give the gradient the noise of a batch this small, by a random factor for each sample"
@@ -201,6 +204,8 @@ class Optimizer:
         }
 
 
+DECAY_SHARES = {"wsd": 0.2, "wsd-sqrt": 0.2, "one-cycle": 0.7}  # defaults of --decay-share
+CYCLE_START, CYCLE_END = 1 / 25, 1 / 25e4  # of the learning rate, in --decay one-cycle
 # The options of each optimizer, with the defaults of its paper. NovoGrad's beta1 is 0.95 there.
 _MOMENTUM: dict[str, Any] = {"momentum": 0.9, "nesterov": False}
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {

@@ -30,8 +30,6 @@ ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
 class Exchange(Protocol):
     """How workers that hold shards of matrices compute with whole ones. All of them call it once a step."""
 
-    dtype: torch.dtype  # of the computation
-
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
         """The shape of the whole parameter of a shard."""
 
@@ -115,7 +113,7 @@ class Muon(LayerwiseOptimizer):
                 parameter: momentum
                 for layers, _, _ in ready
                 if layers.is_adapted
-                for parameter, momentum in zip(layers.parameters, self._momenta(layers), strict=True)
+                for parameter, momentum in zip(layers.parameters, _momenta(layers), strict=True)
             }
             self._orthogonal = self.exchange(shards, lambda matrix: orthogonalise(matrix, self._num_steps))
         super()._finish(ready)
@@ -139,21 +137,16 @@ class Muon(LayerwiseOptimizer):
         if self._orthogonal is not None:
             yield from (self._orthogonal[parameter] for parameter in layers.parameters)
             return
-        for momentum in self._momenta(layers):
+        for momentum in _momenta(layers):
             yield orthogonalise(momentum.flatten(1), self._num_steps).view_as(momentum)
 
-    def _momenta(self, layers: Layers) -> Iterator[Tensor]:
-        """What is orthogonalised for each layer, in the dtype of that computation."""
-        momentum, nesterov, dtype = layers.group["momentum"], layers.group["nesterov"], self._dtype()
-        for gradient, buffer in zip(layers.gradients, layers.kept("momentum_buffer"), strict=True):
-            yield (gradient.lerp(buffer, momentum) if nesterov else buffer).to(dtype)
 
-    def _dtype(self) -> torch.dtype:
-        """bfloat16 as in torch.optim.Muon; float64 where all parameters are float64."""
-        if self.exchange is not None:
-            return self.exchange.dtype
-        dtypes = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
-        return torch.float64 if dtypes == {torch.float64} else torch.bfloat16
+def _momenta(layers: Layers) -> Iterator[Tensor]:
+    """What is orthogonalised for each layer, in the dtype of that computation."""
+    momentum, nesterov, weights = layers.group["momentum"], layers.group["nesterov"], layers.weights
+    dtype = torch.float64 if weights[0].dtype == torch.float64 else torch.bfloat16  # as in torch.optim.Muon
+    for gradient, buffer in zip(layers.gradients, layers.kept("momentum_buffer"), strict=True):
+        yield (gradient.lerp(buffer, momentum) if nesterov else buffer).to(dtype)
 
 
 def orthogonalise(matrix: Tensor, num_steps: int) -> Tensor:

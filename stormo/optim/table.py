@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stormo.config import schema
-from stormo.errors import SettingError
+from stormo.errors import SettingError, pluralize
 from stormo.optim.lamb import LAMB
 from stormo.optim.lars import LARC, LARS
 from stormo.optim.layerwise import LayerwiseOptimizer
@@ -60,6 +60,15 @@ def muon_groups(model: nn.Module, weight_decay: float, adamw_lr: float) -> list[
             group["params"] = [p for p in group["params"] if id(p) not in hidden]
         groups.append({**group, "adapt": False, "lr": adamw_lr})
     return [group for group in groups if group["params"]]
+
+
+def muon_notice(model: nn.Module, optimizer: Optimizer) -> str:
+    """Which weights Muon takes, and which larger ones it leaves to AdamW."""
+    adapted = {id(p) for group in optimizer.param_groups if group["adapt"] for p in group["params"]}
+    wide = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1 and id(p) not in adapted]
+    rest = f"all others, among them {', '.join(wide)}" if wide else "all others"
+    choice = "A task's optimizer() may return a stormo.optim.Muon with another choice."
+    return f"Muon steps {pluralize(len(adapted), 'weight')}, and AdamW {rest}. {choice}"
 
 
 @functools.cache

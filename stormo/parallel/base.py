@@ -32,7 +32,8 @@ from stormo.layers.sync_batch_norm import (
     local_statistics,
     set_absent,
 )
-from stormo.optim.table import make_optimizer, start_momentum
+from stormo.optim.muon import Muon
+from stormo.optim.table import make_optimizer, muon_notice, start_momentum
 from stormo.optim.task_optimizer import (
     IGNORED,
     check_learning_rates,
@@ -152,6 +153,8 @@ class Strategy:
         own = make_task_optimizer(self.task.optimizer, model)
         self.has_own_optimizer = own is not None  # the task's
         self.optimizer = make_optimizer(model, self._settings.optimizer) if own is None else own
+        if own is None and isinstance(self.optimizer, Muon):
+            self.notices.append(muon_notice(model, self.optimizer))
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)

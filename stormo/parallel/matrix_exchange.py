@@ -13,7 +13,7 @@ from torch import Tensor
 from stormo.distributed.parallel_dims import SubGroup
 from stormo.parallel.parameter_shards import ParameterShard, chunk_of
 
-_NUM_FLAGS = 2  # of a chunk, before its offset and shape
+_NUM_FLAGS = 3  # of a chunk, before its offset and shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +24,7 @@ class _Chunk:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     is_counted: bool  # True on one of the workers that have the same chunk
+    is_double: bool  # whether its weights are float64
 
     def of(self, whole: Tensor) -> Tensor:
         """The chunk of the whole tensor, in its memory."""
@@ -53,9 +54,8 @@ class MatrixExchange:
         self._shapes, self._group, self._device = list(whole_shapes.values()), group, device
         numbers = {name: number for number, name in enumerate(whole_shapes)}
         self._number: dict[Tensor, int] = {shard.local: numbers[shard.name] for shard in shards}
-        is_narrow = torch.tensor([float(any(one.dtype != torch.float64 for one in self._number))], device=device)
-        self.dtype = torch.bfloat16 if group.max(is_narrow).item() else torch.float64  # of the computation
         self._of_rank = self._gathered(shards)
+        self._kinds = sorted({chunk.is_double for held in self._of_rank for chunk in held.values()})
         self._owner: dict[int, int] = {}
         load = [0] * group.size
         for number, shape in enumerate(self._shapes):
@@ -70,7 +70,7 @@ class MatrixExchange:
         own = torch.zeros(len(self._shapes), _NUM_FLAGS + 2 * num_dims, dtype=torch.int64)
         for shard in shards:
             padding = [0] * (num_dims - shard.local.ndim)
-            flags = int(shard.local.numel() > 0), int(shard.is_counted)
+            flags = shard.local.numel() > 0, shard.is_counted, shard.local.dtype == torch.float64
             own[self._number[shard.local]] = torch.tensor(
                 [*flags, *shard.offset, *padding, *shard.local.shape, *padding]
             )
@@ -79,12 +79,17 @@ class MatrixExchange:
         found: list[dict[int, _Chunk]] = []
         for rows in every.tolist():
             found.append({})
-            for number, (is_held, is_counted, *sides) in enumerate(rows):
+            for number, (is_held, is_counted, is_double, *sides) in enumerate(rows):
                 count = len(self._shapes[number])
                 offset, shape = tuple(sides[:count]), tuple(sides[num_dims:][:count])
                 if is_held:
-                    chunk = _Chunk(number=number, offset=offset, shape=shape, is_counted=bool(is_counted))
-                    found[-1][number] = chunk
+                    found[-1][number] = _Chunk(
+                        number=number,
+                        offset=offset,
+                        shape=shape,
+                        is_counted=bool(is_counted),
+                        is_double=bool(is_double),
+                    )
         return found
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
@@ -98,6 +103,16 @@ class MatrixExchange:
             shards: what to compute from, by parameter; the other workers give their shards of the same matrices.
             compute: takes and returns a matrix of two dimensions; called on its owner.
         """
+        results: dict[Tensor, Tensor] = {}
+        for is_double in self._kinds:  # the same on all workers
+            dtype = torch.float64 if is_double else torch.bfloat16
+            results |= self._exchange({key: one for key, one in shards.items() if one.dtype == dtype}, compute, dtype)
+        return results
+
+    def _exchange(
+        self, shards: Mapping[Tensor, Tensor], compute: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> dict[Tensor, Tensor]:
+        """The same for shards of one dtype."""
         parameter_of = {self._number[parameter]: parameter for parameter in shards}
         numbers, rank, ranks = sorted(parameter_of), self._group.rank, range(self._group.size)
         owned = [number for number in numbers if self._owner[number] == rank]
@@ -106,21 +121,22 @@ class MatrixExchange:
         received = self._all_to_all(
             [[shards[parameter_of[one.number]] for one in chunks if one.is_counted] for chunks in mine],
             [[one for one in chunks if one.is_counted] for chunks in theirs],
+            dtype,
         )
-        wholes = {number: torch.empty(self._shapes[number], dtype=self.dtype, device=self._device) for number in owned}
+        wholes = {number: torch.empty(self._shapes[number], dtype=dtype, device=self._device) for number in owned}
         for chunk, values in received:
             chunk.of(wholes[chunk.number]).copy_(values)
         for number, whole in wholes.items():
             wholes[number] = compute(whole.flatten(1)).reshape(whole.shape)
-        results = self._all_to_all([[one.of(wholes[one.number]) for one in chunks] for chunks in theirs], mine)
+        results = self._all_to_all([[one.of(wholes[one.number]) for one in chunks] for chunks in theirs], mine, dtype)
         return {parameter_of[chunk.number]: values for chunk, values in results}
 
     def _all_to_all(
-        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[_Chunk]]
+        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[_Chunk]], dtype: torch.dtype
     ) -> list[tuple[_Chunk, Tensor]]:
         """Send each worker its tensors; return the chunks that come from each worker, with their values."""
         flat = [tensor.to(self._device).flatten() for tensors in sent for tensor in tensors]
-        message = torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self._device)
+        message = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=self._device)
         lengths = [sum(math.prod(chunk.shape) for chunk in chunks) for chunks in expected]
         received = message.new_empty(sum(lengths))
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]

@@ -43,7 +43,7 @@ SHOWN = frozenset(
         *("sync_batch_norm", "micro_batches"),  # over which samples batch norm takes its statistics
         # learning rate
         *("base_lr", "base_batch_size", "lr_rule", "warmup_epochs", "warmup_from"),
-        *("decay", "decay_every", "decay_factor", "epochs"),  # a decay ends with the last epoch
+        *("decay", "decay_every", "decay_factor", "decay_share", "epochs"),  # a decay ends with the last epoch
         # step
         *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm"),
         *("ns_steps", "adjust_lr", "adamw_lr"),

@@ -89,6 +89,12 @@ def check_numbers(config: TrainConfig) -> None:
             "it is a fraction of the learning rate",
             "set a number from 0 to 1",
         )
+    if optimizer.decay_share is not None and not 0 < optimizer.decay_share <= 1:
+        raise SettingError(
+            f"--decay-share {optimizer.decay_share:g} was set",
+            "it is a share of all steps",
+            "set a number above 0, up to 1",
+        )
     if batch.batch_size == "auto" and batch.accumulate > 1:
         raise SettingError(
             f"--accumulate {batch.accumulate} was set with --batch-size auto",
