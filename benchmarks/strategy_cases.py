@@ -15,6 +15,7 @@ OPTIMIZERS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
     "lamb": (0.01, {}),
     "novograd": (0.01, {}),
     "muon": (0.02, {"eps": 1e-6}),
+    "schedule-free-adamw": (0.003, {"eps": 1e-6}),
 }
 NAMES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive", "server", "mesh")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -221,7 +222,12 @@ def _optimizers(setup: Setup, task: str, *, quick: bool) -> Sequence[str]:
         return ("sgd", "adamw", "lars", "lamb", "muon") if setup.num_workers == 2 else ("lamb", "muon")
     # All where it is fast: what a number of workers can spoil, these show. Every element is stepped by itself under
     # adamw; lamb takes the norms of whole layers as well, and muon needs all of a matrix.
-    by_size = {2: tuple(OPTIMIZERS), 3: ("sgd", "lamb", "muon"), 4: ("sgd", "adamw", "lamb", "muon")}
+    every = [name for name in OPTIMIZERS if name != "schedule-free-adamw" or setup.strategy != "server"]
+    by_size: dict[int, Sequence[str]] = {
+        2: every,
+        3: ("sgd", "lamb", "muon"),
+        4: ("sgd", "adamw", "lamb", "muon"),
+    }
     return by_size.get(setup.num_workers, ("adamw", "lamb", "muon"))
 
 

@@ -137,7 +137,7 @@ class Batch:
 class Optimizer:
     """Optimizer: how the weights move."""
 
-    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd", "muon"] = option(
+    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd", "muon", "schedule-free-adamw"] = option(
         "sgd", "the update rule", common=True
     )
     base_lr: float = option(0.01, "learning rate for one worker, or for --base-batch-size", common=True)
@@ -147,14 +147,18 @@ class Optimizer:
     lr_rule: Literal["linear", "sqrt", "none"] = option("linear", "how the learning rate follows the batch size")
     momentum: float | None = option(
         None,
-        "momentum of sgd, lars, larc (default 0.9), muon (default 0.95); first beta of adamw, lamb, novograd "
-        "(default 0.9)",
+        "momentum of sgd, lars, larc (default 0.9), muon (default 0.95); first beta of adamw, schedule-free-adamw, "
+        "lamb, novograd (default 0.9)",
     )
     beta2: float | None = option(
-        None, "second beta of adamw, muon (default 0.999), lamb (default 0.999), novograd (default 0.98)"
+        None,
+        "second beta of adamw, schedule-free-adamw, muon (default 0.999), lamb (default 0.999), "
+        "novograd (default 0.98)",
     )
     eps: float | None = option(
-        None, "added to the denominator of adamw, muon (default 1e-08), lamb (default 1e-06), novograd (default 1e-08)"
+        None,
+        "added to the denominator of adamw, schedule-free-adamw, muon (default 1e-08), lamb (default 1e-06), "
+        "novograd (default 1e-08)",
     )
     trust_coefficient: float | None = option(None, "scales the layers' learning rates of lars and larc (default 0.001)")
     grad_averaging: bool = option(False, "novograd: momentum as a mean instead of a sum")
@@ -224,6 +228,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
         "beta2": 0.999,
         "eps": 1e-8,
     },
+    "schedule-free-adamw": {"momentum": 0.9, "beta2": 0.999, "eps": 1e-8},
 }
 
 

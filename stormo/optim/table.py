@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -24,6 +25,7 @@ from stormo.optim.lars import LARC, LARS
 from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.muon import Muon
 from stormo.optim.novograd import NovoGrad
+from stormo.optim.schedule_free import schedule_free_adamw
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # whatever their shape
 
@@ -137,7 +139,7 @@ def start_momentum(optimizer: Optimizer, *, may_skip: bool = False) -> None:
             optimizer.state[parameter]["momentum_buffer"] = start
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd": torch.optim.SGD,
     "adamw": torch.optim.AdamW,
     "lars": LARS,
@@ -145,6 +147,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "lamb": LAMB,
     "novograd": NovoGrad,
     "muon": Muon,
+    "schedule-free-adamw": schedule_free_adamw,
 }
 
 
@@ -153,6 +156,8 @@ def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
     if "torch._dynamo" not in sys.modules:
         skip_compiler_import()
     base: Any = OPTIMIZERS[settings.optimizer]
+    is_free = base is schedule_free_adamw
+    base = schedule_free_adamw() if is_free else base
     layerwise = issubclass(base, LayerwiseOptimizer)
     options: dict[str, Any] = {"lr": settings.base_lr, **settings.specific_options()}
     if base is Muon:
@@ -161,7 +166,7 @@ def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
         return Muon(muon_groups(model, settings.weight_decay, adamw_lr), **options)
     if "beta2" in options:
         options["betas"] = options.pop("momentum"), options.pop("beta2")
-    if not layerwise:
+    if not (layerwise or is_free):
         options["fused"] = all(parameter.is_floating_point() for parameter in model.parameters())
-    kind: type[Any] = base if layerwise else _without_compiler(base)
+    kind: type[Any] = base if layerwise or is_free else _without_compiler(base)
     return kind(parameter_groups(model, settings.weight_decay, layerwise=layerwise), **options)  # type: ignore[no-any-return]

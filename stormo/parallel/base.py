@@ -32,7 +32,9 @@ from stormo.layers.sync_batch_norm import (
     local_statistics,
     set_absent,
 )
+from stormo.optim import schedule_free
 from stormo.optim.muon import Muon
+from stormo.optim.schedule_free import is_schedule_free
 from stormo.optim.table import make_optimizer, muon_notice, start_momentum
 from stormo.optim.task_optimizer import (
     IGNORED,
@@ -57,6 +59,7 @@ _SPARSE = "the model has sparse gradients"
 _NO_HOST_SUM = (
     "Statistics of batch norm are summed by NCCL: the workers' slices could not share host memory, which is faster."
 )
+_BATCH_NORMS = (BatchNormBase, SynchronisedNorm, LocalNorm)
 # Settings of the optimizer that need dense gradients, and why.
 _NEED_DENSE = (
     ("noise_scale", "which are compared by their norms"),
@@ -155,9 +158,19 @@ class Strategy:
         self.optimizer = make_optimizer(model, self._settings.optimizer) if own is None else own
         if own is None and isinstance(self.optimizer, Muon):
             self.notices.append(muon_notice(model, self.optimizer))
+        if is_schedule_free(self.optimizer):
+            self._begin_schedule_free(model)
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
+
+    def _begin_schedule_free(self, model: nn.Module) -> None:
+        self.optimizer.train()  # type: ignore[attr-defined]
+        if any(isinstance(layer, _BATCH_NORMS) for layer in model.modules()):
+            self.warnings.append(
+                "The statistics of batch norm are those of the weights that are trained, and validation uses the "
+                "average of these weights: accuracies may be too low. Layer norm and group norm have no statistics."
+            )
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
@@ -185,10 +198,9 @@ class Strategy:
         """Which layers the model has, of those that the plan depends on; None if other workers have them."""
         if self._plan.layout.mesh.pipeline > 1:
             return {"has_convolutions": None, "has_batch_norms": None}
-        norms = (BatchNormBase, SynchronisedNorm, LocalNorm)
         return {
             "has_convolutions": any(parameter.ndim == 4 for parameter in self.module.parameters()),
-            "has_batch_norms": any(isinstance(layer, norms) for layer in self.module.modules()),
+            "has_batch_norms": any(isinstance(layer, _BATCH_NORMS) for layer in self.module.modules()),
         }
 
     def optimizer_params(self) -> list[nn.Parameter]:
@@ -235,6 +247,7 @@ class Strategy:
         return {
             "scaler": dict(self.scaler.state_dict()),
             "noise_scale": self.noise_scale.state() if self.noise_scale is not None else None,
+            "schedule_free": schedule_free.counters(self.optimizer) if is_schedule_free(self.optimizer) else None,
             "stale_gradients": {str(age): number for age, number in (self.stale_gradients or {}).items()},
         }
 
@@ -244,6 +257,20 @@ class Strategy:
             self.scaler.load_state_dict(dict(state["scaler"]))
         if self.noise_scale is not None and state.get("noise_scale"):
             self.noise_scale.take(state["noise_scale"])
+        if is_schedule_free(self.optimizer) and state.get("schedule_free"):
+            schedule_free.resume(self.optimizer, state["schedule_free"])
+            self.shards_changed()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside it, the weights are those that are validated and saved: of a schedule-free optimizer, its averages."""
+        if not is_schedule_free(self.optimizer):
+            yield
+            return
+        with schedule_free.averaged(self.optimizer):
+            self.shards_changed()
+            yield
+        self.shards_changed()
 
     # A micro-batch
 

@@ -163,7 +163,7 @@ class RunContext:
             self.heartbeat(progress.step)
 
         strategy.average_buffers()
-        with strategy.swap_in_mean_weights():
+        with strategy.averaged_weights(), strategy.swap_in_mean_weights():
             rounds = self.validation.run(strategy.validated, strategy.autocast)
             return metrics_or_signal(rounds, self.world, self.stop_flag, on_round)
 

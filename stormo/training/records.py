@@ -257,7 +257,8 @@ class RunRecorder:
             keep_steps=self._steps_to_keep(),
         )
         folder = self.folder.checkpoints if world.is_main else None
-        self._saver.begin(self._state.content(world, run.seed), folder, policy)
+        with self._state.strategy.averaged_weights():
+            self._saver.begin(self._state.content(world, run.seed), folder, policy)
         if not run.async_checkpoint:
             self._saver.wait()
         if world.is_main:

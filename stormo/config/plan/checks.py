@@ -9,6 +9,7 @@ from stormo.config.plan.batch import per_worker
 from stormo.config.plan.steps import Facts
 from stormo.config.precedence import check_choices
 from stormo.config.schema import SECTIONS, TrainConfig
+from stormo.config.strategies import with_option
 from stormo.errors import SettingError
 
 _MAX_NAME_BYTES = 200
@@ -107,9 +108,28 @@ def check_numbers(config: TrainConfig) -> None:
             "Nesterov momentum needs a momentum above 0",
             "set --no-nesterov, or --momentum 0.9",
         )
+    _check_schedule_free(config)
     if run.run_name is not None:
         check_run_name(run.run_name)
     check_choices({k: v for name in SECTIONS for k, v in vars(getattr(config, name)).items()}, config.given)
+
+
+def _check_schedule_free(config: TrainConfig) -> None:
+    if config.optimizer.optimizer != "schedule-free-adamw":
+        return
+    if config.optimizer.decay != "none":
+        raise SettingError(
+            f"--decay {config.optimizer.decay} was set with --optimizer schedule-free-adamw",
+            "the average of the weights takes the place of a decay",
+            "leave out --decay",
+        )
+    strategy = config.workers.strategy
+    if strategy in with_option("servers") | with_option("average_every"):
+        raise SettingError(
+            f"--strategy {strategy} was set with --optimizer schedule-free-adamw",
+            "it trains other weights than it validates, and the workers exchange only one of the two",
+            "set --strategy ddp, or --optimizer adamw",
+        )
 
 
 def _check_too_large(config: TrainConfig) -> None:
