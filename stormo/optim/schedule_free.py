@@ -1,4 +1,4 @@
-"""Schedule-free AdamW (Defazio et al., arXiv 2405.15682) by the authors' package: its counters, its two sets of weights.
+"""Schedule-free AdamW (Defazio et al., arXiv 2405.15682) by its authors' package: its counters and its two weights.
 
 The model is trained at the weights y; their average x is validated and saved. A group's key `train_mode` says which of
 them the parameters are.
@@ -34,6 +34,11 @@ def is_schedule_free(optimizer: Optimizer) -> bool:
     return "train_mode" in optimizer.param_groups[0]
 
 
+def begin_training(optimizer: Any) -> None:
+    """Let its parameters be the weights that are trained, not their averages."""
+    optimizer.train()
+
+
 @contextmanager
 def averaged(optimizer: Any) -> Iterator[None]:
     """Inside it the parameters are the averages. Each change rounds them."""
@@ -41,7 +46,7 @@ def averaged(optimizer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        optimizer.train()
+        begin_training(optimizer)
 
 
 def counters(optimizer: Optimizer) -> list[dict[str, float]]:
@@ -53,4 +58,4 @@ def resume(optimizer: Any, groups: Sequence[Mapping[str, float]]) -> None:
     """Train on from averages and state that were saved with these counters."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({**saved, "train_mode": False})
-    optimizer.train()
+    begin_training(optimizer)

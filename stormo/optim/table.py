@@ -25,7 +25,7 @@ from stormo.optim.lars import LARC, LARS
 from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.muon import Muon
 from stormo.optim.novograd import NovoGrad
-from stormo.optim.schedule_free import schedule_free_adamw
+from stormo.optim.schedule_free import begin_training, schedule_free_adamw
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # whatever their shape
 
@@ -169,4 +169,7 @@ def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
     if not (layerwise or is_free):
         options["fused"] = all(parameter.is_floating_point() for parameter in model.parameters())
     kind: type[Any] = base if layerwise or is_free else _without_compiler(base)
-    return kind(parameter_groups(model, settings.weight_decay, layerwise=layerwise), **options)  # type: ignore[no-any-return]
+    made: Optimizer = kind(parameter_groups(model, settings.weight_decay, layerwise=layerwise), **options)
+    if is_free:
+        begin_training(made)
+    return made

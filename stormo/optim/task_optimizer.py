@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from stormo.config import schema
 from stormo.errors import SettingError
+from stormo.optim.schedule_free import begin_training, is_schedule_free
 from stormo.optim.table import skip_compiler_import, skip_compiler_in_step
 
 # Settings without effect on a task's optimizer.
@@ -54,6 +55,8 @@ def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> O
         # Never stepped: its gradients would only accumulate, and count in clipping.
         model.get_parameter(name).requires_grad_(False)
     skip_compiler_in_step(optimizer)
+    if is_schedule_free(optimizer):
+        begin_training(optimizer)
     return optimizer
 
 

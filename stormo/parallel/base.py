@@ -59,6 +59,10 @@ _SPARSE = "the model has sparse gradients"
 _NO_HOST_SUM = (
     "Statistics of batch norm are summed by NCCL: the workers' slices could not share host memory, which is faster."
 )
+_OTHER_STATISTICS = (
+    "The statistics of batch norm are those of the weights that are trained, and validation uses the average of these "
+    "weights: its accuracy may be too low. Layer norm and group norm have no statistics."
+)
 _BATCH_NORMS = (BatchNormBase, SynchronisedNorm, LocalNorm)
 # Settings of the optimizer that need dense gradients, and why.
 _NEED_DENSE = (
@@ -158,19 +162,12 @@ class Strategy:
         self.optimizer = make_optimizer(model, self._settings.optimizer) if own is None else own
         if own is None and isinstance(self.optimizer, Muon):
             self.notices.append(muon_notice(model, self.optimizer))
-        if is_schedule_free(self.optimizer):
-            self._begin_schedule_free(model)
+        has_batch_norms = any(isinstance(layer, _BATCH_NORMS) for layer in model.modules())
+        if is_schedule_free(self.optimizer) and has_batch_norms:
+            self.warnings.append(_OTHER_STATISTICS)
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
-
-    def _begin_schedule_free(self, model: nn.Module) -> None:
-        self.optimizer.train()  # type: ignore[attr-defined]
-        if any(isinstance(layer, _BATCH_NORMS) for layer in model.modules()):
-            self.warnings.append(
-                "The statistics of batch norm are those of the weights that are trained, and validation uses the "
-                "average of these weights: accuracies may be too low. Layer norm and group norm have no statistics."
-            )
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
