@@ -85,6 +85,11 @@ _CHOICES: dict[str, _Choice] = {
         for name in sorted({name for own in OPTIMIZER_DEFAULTS.values() for name in own})
     },
     "base_batch_size": _Choice(("lr_rule",), _is("lr_rule", "linear", "sqrt", None), ("--lr-rule linear", "sqrt")),
+    "decay": _Choice(  # the average of the weights takes its place
+        ("optimizer",),
+        lambda settings: settings.get("optimizer") != "schedule-free-adamw" or settings.get("decay") in (None, "none"),
+        ("another --optimizer than schedule-free-adamw",),
+    ),
     "decay_share": _Choice(("decay",), _is("decay", *DECAY_SHARES), ("--decay wsd", *list(DECAY_SHARES)[1:])),
     **dict.fromkeys(
         ("warmup_epochs", "warmup_from"),
@@ -99,7 +104,15 @@ _CHOICES: dict[str, _Choice] = {
     ),
 }
 # Refused wherever they come from; the others only where the user sets them now.
-_ALWAYS_REFUSED = {"offload", "shard_modules", "ghost_batch_size", "max_batch_size", "nesterov", "base_batch_size"}
+_ALWAYS_REFUSED = {
+    "offload",
+    "shard_modules",
+    "ghost_batch_size",
+    "max_batch_size",
+    "nesterov",
+    "base_batch_size",
+    "decay",
+}
 
 
 def check_choices(settings: Settings, given: Set[str]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from stormo.config import schema
 from stormo.config.options import make_config
 from stormo.config.plan.checks import check_numbers
+from stormo.config.precedence import drop_incompatible, drop_overridden
 from stormo.distributed.world import World
 from stormo.errors import MissingPackageError, SettingError
 from stormo.optim.schedule_free import averaged, schedule_free_adamw
@@ -104,8 +105,13 @@ def test_gathered_weights_follow_the_change(run_ranks: Callable[..., list[Any]])
 
 @pytest.mark.parametrize(("flag", "value"), [("decay", "cosine"), ("strategy", "local"), ("strategy", "server")])
 def test_what_cannot_hold_is_refused(flag: str, value: str) -> None:
-    with pytest.raises(SettingError, match=f"--{flag} {value} was set with --optimizer schedule-free-adamw"):
+    with pytest.raises(SettingError, match=rf"--{flag} {value} was set.*--optimizer.* schedule-free-adamw"):
         check_numbers(make_config({"optimizer": NAME, flag: value}, None))
+
+
+def test_the_decay_of_a_task_gives_way() -> None:
+    assert drop_overridden({"decay": "cosine", "base_lr": 0.1}, {"optimizer": NAME}) == {"base_lr": 0.1}
+    assert drop_incompatible({"decay": "cosine", "base_lr": 0.1}, {"optimizer": NAME}) == {"base_lr": 0.1}
 
 
 def test_without_the_package_its_extra_is_named() -> None:

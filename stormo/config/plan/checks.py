@@ -115,16 +115,8 @@ def check_numbers(config: TrainConfig) -> None:
 
 
 def _check_schedule_free(config: TrainConfig) -> None:
-    if config.optimizer.optimizer != "schedule-free-adamw":
-        return
-    if config.optimizer.decay != "none":
-        raise SettingError(
-            f"--decay {config.optimizer.decay} was set with --optimizer schedule-free-adamw",
-            "the average of the weights takes the place of a decay",
-            "leave out --decay",
-        )
-    strategy = config.workers.strategy
-    if strategy in with_option("servers") | with_option("average_every"):
+    optimizer, strategy = config.optimizer.optimizer, config.workers.strategy
+    if optimizer == "schedule-free-adamw" and strategy in with_option("servers") | with_option("average_every"):
         raise SettingError(
             f"--strategy {strategy} was set with --optimizer schedule-free-adamw",
             "it trains other weights than it validates, and the workers exchange only one of the two",
