@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from stormo.cli import main
 from stormo.config import schema
 from stormo.config.options import make_config
 from stormo.config.plan.checks import check_numbers
@@ -21,6 +23,7 @@ from stormo.distributed.world import World
 from stormo.errors import MissingPackageError, SettingError
 from stormo.optim.schedule_free import averaged, schedule_free_adamw
 from stormo.optim.table import make_optimizer
+from stormo.telemetry.events import read_events
 from tests.tiny_run import build, save, steps
 
 OPTIONS: dict[str, Any] = {"num_train": 40, "dropout": 0.0, "norm": False}
@@ -101,6 +104,36 @@ def test_gathered_weights_follow_the_change(run_ranks: Callable[..., list[Any]])
     for found in run_ranks(_validated, 2, {"strategy": "zero1"}):
         for ours, theirs in zip(found, [average, current] * 2, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+TASK = str(Path(__file__).parent.with_name("tiny_task.py"))
+_RUN = (
+    "--device cpu --precision fp64 --deterministic --task.num-train 64 --task.dropout 0 --no-energy --no-tensorboard "
+)
+_RUN += f"--warmup-epochs 0.5 --warmup-from 0.1 --base-lr 0.01 --target-accuracy 2 --optimizer {NAME}"
+
+
+@pytest.mark.parametrize("flag", ["--no-async-checkpoint", "--async-checkpoint"])
+def test_a_checkpoint_holds_what_was_validated_and_a_resume_goes_on_from_it(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def train(name: str, *words: str) -> list[Any]:
+        torch.set_default_dtype(torch.float32)  # as in a process of its own
+        assert main(["train", *words, "--run-name", name, flag]) == 0
+        events = list(read_events(Path("runs", name, "events.jsonl")))
+        return [event["validation"]["loss"] for event in events if event["event"] == "epoch_done"]
+
+    losses = train("whole", TASK, *_RUN.split(), "--epochs", "3")
+    assert "The statistics of batch norm are those of the weights that are trained" in capsys.readouterr().out
+    train("parts", TASK, *_RUN.split(), "--epochs", "2")
+    assert train("parts", "--resume", "--epochs", "3") == losses
+    ours, theirs = (max(Path("runs", name, "checkpoints").glob("step-*")) for name in ("parts", "whole"))
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["evaluate", "whole", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["validation"]["loss"] == pytest.approx(losses[-1], rel=1e-12)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("decay", "cosine"), ("strategy", "local"), ("strategy", "server")])
