@@ -57,18 +57,27 @@ def run(words: Sequence[str], timeout_s: float = 240.0, **named: Any) -> subproc
 
 
 class Popen(subprocess.Popen[Any]):
-    """A Python program, `[sys.executable, …]` or `[STORMO, …]`, in a fork of the server."""
+    """A Python program, `[sys.executable, …]` or `[STORMO, …]`, in a fork of the server; others are executed."""
 
-    def _execute_child(self, words: Sequence[str], *rest: Any) -> None:
+    _started: Any = None
+
+    def _execute_child(self, words: Any, *rest: Any) -> None:
         named = dict(zip(_PARAMETERS, rest, strict=True))
+        if not _is_python(words):
+            _executed(self, words, *rest)
+            return
         self._started = fork(_start, (_start_of(words, named, _Sent),))
         _has_started(self, self._started.pid, named)
 
-    def _internal_poll(self, **_: Any) -> int | None:
+    def _internal_poll(self, **named: Any) -> int | None:
+        if self._started is None:
+            return super()._internal_poll(**named)  # type: ignore[misc,no-any-return]
         self.returncode = self._started.exitcode
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
+        if self._started is None:
+            return super()._wait(timeout)  # type: ignore[misc,no-any-return]
         self._started.join(timeout)
         if self._started.exitcode is None:
             assert timeout is not None
@@ -80,8 +89,7 @@ class Popen(subprocess.Popen[Any]):
 def _fork_or_execute(self: Any, words: Any, *rest: Any) -> None:
     """For `subprocess.Popen._execute_child` in a forked program."""
     named = dict(zip(_PARAMETERS, rest, strict=True))
-    is_python = isinstance(words, list) and words[0] in (sys.executable, STORMO)
-    if not is_python or named["preexec_fn"] or threading.active_count() > 1:
+    if threading.active_count() > 1 or not _is_python(words):
         _executed(self, words, *rest)
         return
     sys.stdout.flush()
@@ -91,6 +99,10 @@ def _fork_or_execute(self: Any, words: Any, *rest: Any) -> None:
         _forget_modules()
         _start(_start_of(words, named, int))
     _has_started(self, pid, named)
+
+
+def _is_python(words: Any) -> bool:
+    return isinstance(words, list) and words[0] in (sys.executable, STORMO)
 
 
 def _has_started(started: Any, pid: int, named: Mapping[str, Any]) -> None:
@@ -121,6 +133,8 @@ class _Program:
     streams: list[int]
     pass_fds: list[int]
     new_session: bool
+    process_group: int
+    first: Callable[[], None] | None
 
 
 def _start_of(words: Sequence[str], named: Mapping[str, Any], kind: type[int]) -> _Program:
@@ -132,6 +146,8 @@ def _start_of(words: Sequence[str], named: Mapping[str, Any], kind: type[int]) -
         streams=[kind(target if fd == -1 else fd) for target, fd in enumerate(fds)],
         pass_fds=[kind(fd) for fd in named["pass_fds"]],
         new_session=named["start_new_session"],
+        process_group=named["process_group"],
+        first=named["preexec_fn"],
     )
 
 
@@ -152,6 +168,10 @@ def _start(program: _Program) -> None:
         _take_descriptors(program.streams, program.pass_fds)
         if program.new_session:
             os.setsid()
+        if program.process_group >= 0:
+            os.setpgid(0, program.process_group)
+        if program.first is not None:
+            program.first()
         os.chdir(program.folder)
         os.environ.clear()
         os.environ.update(program.environ)

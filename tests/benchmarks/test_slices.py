@@ -35,6 +35,7 @@ FIGURES = [
 SMALL = ["--width", "0.0625", "--samples", "64", "--global-batch-size", "16", "--rounds", "1"]
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_two_cpu_processes_go_through_both_stages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
