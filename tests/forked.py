@@ -2,7 +2,8 @@
 
 A command of several workers starts as many processes, and each would spend seconds on that import. The server makes the
 first one; the Python programs that it starts, and those in turn, are forks too. Each runs as if it were new: with
-modules, descriptors, variables and signal handlers of its own. Only `/proc` still shows the server's words.
+modules, descriptors, variables and signal handlers of its own. Only `/proc` still shows the server's words and
+variables; `noted` knows those of the program.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import inspect
+import json
 import multiprocessing
 import os
 import runpy
@@ -26,9 +28,12 @@ from multiprocessing import forkserver, process, reduction, resource_tracker, ut
 from pathlib import Path
 from typing import Any
 
+from stormo.system.process import start_ticks
+
 STORMO = str(Path(sys.executable).with_name("stormo"))
 # The compiler too, which DDP and the optimizers of torch import.
 PRELOAD = ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.training.trainer", "tests.forked"]
+NOTES = "FORKED_NOTES"
 _ROOT = str(Path(__file__).parents[1])
 _MainProcess = type(multiprocessing.current_process())  # of the server, which imports this module
 _executed: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -102,7 +107,7 @@ def _fork_or_execute(self: Any, words: Any, *rest: Any) -> None:
 
 
 def _is_python(words: Any) -> bool:
-    return isinstance(words, list) and words[0] in (sys.executable, STORMO)
+    return isinstance(words, list | tuple) and words[0] in (sys.executable, STORMO)
 
 
 def _has_started(started: Any, pid: int, named: Mapping[str, Any]) -> None:
@@ -175,6 +180,7 @@ def _start(program: _Program) -> None:
         os.chdir(program.folder)
         os.environ.clear()
         os.environ.update(program.environ)
+        _note(program)
         _reset_process()
         gc.freeze()
         gc.enable()
@@ -189,6 +195,19 @@ def _start(program: _Program) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(code)
+
+
+def _note(program: _Program) -> None:
+    if folder := os.environ.get(NOTES):
+        path = Path(folder, f"{os.getpid()}-{start_ticks(os.getpid())}")
+        path.with_suffix(".new").write_text(json.dumps([program.words, program.environ]), encoding="utf-8")
+        path.with_suffix(".new").rename(path)
+
+
+def noted(folder: str, pid: int) -> tuple[list[str], dict[str, str]] | None:
+    """The words and variables of a forked program that was given this folder as its variable NOTES."""
+    path = Path(folder, f"{pid}-{start_ticks(pid)}")
+    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def _take_descriptors(streams: Sequence[int], pass_fds: Sequence[int]) -> None:
