@@ -22,6 +22,7 @@ import sys
 import threading
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, process, reduction, resource_tracker, util
@@ -94,12 +95,14 @@ class Popen(subprocess.Popen[Any]):
 def _fork_or_execute(self: Any, words: Any, *rest: Any) -> None:
     """For `subprocess.Popen._execute_child` in a forked program."""
     named = dict(zip(_PARAMETERS, rest, strict=True))
-    if threading.active_count() > 1 or not _is_python(words):
+    if not _is_python(words):
         _executed(self, words, *rest)
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the parent, of which the program has none
+        pid = os.fork()
     if pid == 0:
         _forget_modules()
         _start(_start_of(words, named, int))
