@@ -60,6 +60,7 @@ class TrainSettings(TypedDict, total=False):
     decay_every: float | None
     decay_factor: float | None
     clip_norm: float | None
+    ema: float | None
     gradient_noise_batch: int | None
     gradient_noise: float | None
     gradient_noise_decay: float | None

@@ -166,6 +166,11 @@ class Optimizer:
     decay_every: float = option(10.0, "epochs between the steps of --decay step")
     decay_factor: float = option(0.1, "factor of each step of --decay step")
     clip_norm: float | None = option(None, "clip the gradient to this norm", common=True)
+    ema: float | None = option(
+        None,
+        "validate and export a moving average of the weights with this decay, such as 0.999",
+        common=True,
+    )
     gradient_noise_batch: int | None = option(
         None, "give the gradient the noise of a batch this small, by a random factor for each sample"
     )

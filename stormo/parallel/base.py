@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,7 @@ from stormo.parallel.host_sum import open_host_sum
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
+from stormo.parallel.weight_average import WeightAverage
 from stormo.tasks.returned import check_model, read_loss, without_gradient
 from stormo.tasks.task import Task
 
@@ -215,6 +217,24 @@ class Strategy:
         """This worker's buffers by their names in the whole model."""
         return self.module.named_buffers()
 
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this worker that are in the model's `state_dict`."""
+        persistent = {id(tensor) for tensor in self.module.state_dict(keep_vars=True).values()}
+        return {name: buffer for name, buffer in self.named_buffers() if id(buffer) in persistent}
+
+    @cached_property
+    def average(self) -> WeightAverage | None:
+        """The moving average of the weights, if that is set; made when it is first needed."""
+        decay = self._settings.optimizer.ema
+        if decay is None:
+            return None
+        return WeightAverage(decay, self.shards(), self.persistent_buffers(), self.shards_changed)
+
+    def update_average(self) -> None:
+        """After a step: update the moving average of the weights, if that is set."""
+        if self.average is not None:
+            self.average.update()
+
     def average_buffers(self) -> None:
         """Set the buffers (running statistics) of all workers to their mean."""
         group = self.world.data
@@ -363,6 +383,7 @@ class Strategy:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.clear_gradients()
+        self.update_average()
 
     def _set_learning_rate(self, rate: float) -> None:
         check_learning_rates(self.optimizer, self.learning_rates)

@@ -42,6 +42,7 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
     optimizer = make_task_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer)
     fake_model.frozen |= {name for name, parameter in twin.named_parameters() if not parameter.requires_grad}
     state, step_bytes, notices = _optimizer_bytes(twin, optimizer, fake)
+    has_average = settings.optimizer.ema is not None
     units = units_of(twin, settings.sharding.shard_modules)
     return ModelSize(
         parameters=tuple(
@@ -52,7 +53,7 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
                 num_rows=parameter.shape[0] if parameter.ndim else 1,
                 is_trained=parameter.requires_grad,
                 dtype=str(parameter.dtype).removeprefix("torch."),
-                state_bytes=state.get(name, 0),
+                state_bytes=state.get(name, 0) + (parameter.nbytes if has_average and parameter.requires_grad else 0),
                 block=next((unit for unit in units if name.startswith(f"{unit}.")), ""),
                 keeps_format=has_statistics(twin.get_submodule(name.rpartition(".")[0])),
             )

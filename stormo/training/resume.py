@@ -45,7 +45,7 @@ SHOWN = frozenset(
         *("base_lr", "base_batch_size", "lr_rule", "warmup_epochs", "warmup_from"),
         *("decay", "decay_every", "decay_factor", "epochs"),  # a decay ends with the last epoch
         # step
-        *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm"),
+        *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm", "ema"),
         *("gradient_noise_batch", "gradient_noise", "gradient_noise_decay"),
         *("average_every", "outer_lr", "outer_momentum"),
         *("staleness", "compress", "compress_rank"),
