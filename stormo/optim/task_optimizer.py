@@ -27,6 +27,10 @@ def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> O
     if optimizer is None:
         return None
     said = f"optimizer() returned a {type(optimizer).__name__}"
+    if getattr(getattr(make, "__self__", None), "lr_factors", None):
+        raise SettingError(
+            f"{said} and the task has lr_factors", "they are for the optimizers of --optimizer", "leave out one of them"
+        )
     if not isinstance(optimizer, Optimizer):
         raise SettingError(said, "a torch.optim.Optimizer is stepped", "return one, or None for that of --optimizer")
     known = {id(parameter) for parameter in model.parameters()}

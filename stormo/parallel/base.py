@@ -33,6 +33,7 @@ from stormo.layers.sync_batch_norm import (
     local_statistics,
     set_absent,
 )
+from stormo.optim.parameter_names import freeze
 from stormo.optim.table import make_optimizer, start_momentum
 from stormo.optim.task_optimizer import (
     IGNORED,
@@ -51,7 +52,7 @@ from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
 from stormo.parallel.weight_average import WeightAverage
-from stormo.tasks.returned import check_model, read_loss, without_gradient
+from stormo.tasks.returned import make_model, read_loss, without_gradient
 from stormo.tasks.task import Task
 
 _SPARSE = "the model has sparse gradients"
@@ -100,10 +101,11 @@ class Strategy:
         self.notices: list[str] = []  # what was chosen, for the start of the run
         self.warnings: list[str] = []  # what the user should change
         self.module = self._make_model()  # the user's model itself
-        # Every parameter group keeps its ratio to the first, whose learning rate is given to `step`.
+        # Every parameter group keeps its ratio to --base-lr or, of a task's optimizer, to the first.
         self.learning_rates = group_learning_rates(self.optimizer)  # of each group, as last set
-        self._lr_ratios = [rate / self.learning_rates[0] for rate in self.learning_rates]
-        self.lr_factor = self.learning_rates[0] / settings.optimizer.base_lr  # of the first group to the plan's
+        reported = self.learning_rates[0] if self.has_own_optimizer else settings.optimizer.base_lr
+        self._lr_ratios = [rate / reported for rate in self.learning_rates]
+        self.lr_factor = reported / settings.optimizer.base_lr  # of what is given to `step` to the plan's
         self.scaler = self._make_scaler()
         self.clock: Clock = _Start()  # the trainer replaces it
         self._noise = GradientNoise(settings, world.device)
@@ -120,7 +122,7 @@ class Strategy:
 
     def _make_model(self) -> nn.Module:
         """The task's model on this worker's device, and its optimizer."""
-        model = check_model(self.task, self.task.model()).to(self.world.device)
+        model = make_model(self.task).to(self.world.device)
         if self._plan.precision == "fp64":
             model = model.double()
         if self._plan.channels_last:
@@ -151,9 +153,12 @@ class Strategy:
         return self.world.small_messages().sum
 
     def _make_optimizer(self, model: nn.Module) -> None:
+        if self._settings.optimizer.freeze is not None:
+            self.notices.append(freeze(model, self._settings.optimizer.freeze))
         own = make_task_optimizer(self.task.optimizer, model)
         self.has_own_optimizer = own is not None  # the task's
-        self.optimizer = make_optimizer(model, self._settings.optimizer) if own is None else own
+        factors = self.task.lr_factors
+        self.optimizer = make_optimizer(model, self._settings.optimizer, factors) if own is None else own
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
@@ -374,7 +379,7 @@ class Strategy:
     # A step
 
     def step(self, learning_rate: float) -> None:
-        """Clip and apply the gradients at this learning rate of the first parameter group, then clear them."""
+        """Clip and apply the gradients at this learning rate, of which groups may have multiples, then clear them."""
         self._set_learning_rate(learning_rate)
         self._collect_gradients()
         self._divide_by_items(self._gradients())

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from stormo.config import schema
 from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
+from stormo.optim.parameter_names import freeze
 from stormo.optim.table import make_optimizer
 from stormo.optim.task_optimizer import make_task_optimizer
 from stormo.parallel.fsdp import has_statistics
@@ -39,7 +40,9 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
     Parameters that the task's optimizer leaves out are frozen in `fake_model`.
     """
     twin, fake = fake_model.model(), fake_model.fake
-    optimizer = make_task_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer)
+    if settings.optimizer.freeze is not None:
+        freeze(twin, settings.optimizer.freeze)
+    optimizer = make_task_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer, task.lr_factors)
     fake_model.frozen |= {name for name, parameter in twin.named_parameters() if not parameter.requires_grad}
     state, step_bytes, notices = _optimizer_bytes(twin, optimizer, fake)
     has_average = settings.optimizer.ema is not None

@@ -33,7 +33,12 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "fetch": (),
     "facts": (),
 }
-_OPTIONAL = (*(name for name in _CALLED_WITH if name not in (*REQUIRED, "__init__")), "defaults", "num_draws")
+_OPTIONAL = (
+    *(name for name in _CALLED_WITH if name not in (*REQUIRED, "__init__")),
+    "defaults",
+    "num_draws",
+    "lr_factors",
+)
 
 
 def check_task(task_class: type[Task]) -> None:
@@ -49,6 +54,12 @@ def check_task(task_class: type[Task]) -> None:
             f"{name}.num_draws is {num_draws!r}",
             "it counts the random numbers that augment() gets for each sample",
             "set a whole number from 0",
+        )
+    if not isinstance(task_class.lr_factors, Mapping | property):
+        raise SettingError(
+            f"{name}.lr_factors is {task_class.lr_factors!r}",
+            "it maps patterns of parameter names to factors of the learning rate",
+            'set something like {"head.*": 10.0}',
         )
     if reduction not in ("mean", "sum", "local"):
         raise SettingError(
