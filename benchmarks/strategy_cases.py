@@ -170,6 +170,16 @@ def _options(size: int) -> Iterator[Setup]:
             strategy=name, text=f"{name}, {options_text}", num_workers=size, tasks=tasks, flags=flags, data=data
         )
     yield from _averaged(size)
+    for more in ({}, {"accumulate": 2}, {"ema": 0.9}) if size == 2 else ({},):
+        text = " ".join(f"{key} {value}" for key, value in more.items())
+        yield Setup(
+            strategy="ddp",
+            text=", ".join(filter(None, ("ddp, two optimizers", text))),
+            num_workers=size,
+            tasks=("GAN",),
+            flags={"strategy": "ddp", **more},
+            reference_flags={"ema": 0.9} if "ema" in more else {},
+        )
     if size == 4:
         yield _mesh(4, "shard=2,tensor=2", checkpoint_activations=True, offload=True, accumulate=2)
         yield _mesh(4, "pipeline=2,shard=2", checkpoint_activations=True, accumulate=2)
@@ -234,8 +244,10 @@ def _is_quick(setup: Setup, task: str) -> bool:
 def _optimizers(setup: Setup, task: str, *, quick: bool) -> Sequence[str]:
     if setup.control:
         return _CONTROL_OPTIMIZERS[setup.control][-1:] if quick else _CONTROL_OPTIMIZERS[setup.control]
-    if quick:
+    if quick and task != "GAN":
         return ("lamb",)
+    if task == "GAN":
+        return ("adamw",)  # the task's own
     if task == "WideResNet":
         return ("sgd", "adamw", "lars", "lamb") if setup.num_workers == 2 else ("lamb",)
     # All where it is fast: what a number of workers can spoil, these show. Every element is stepped by itself under

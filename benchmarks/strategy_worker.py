@@ -63,7 +63,7 @@ def build(world: World, task: Task, flags: Flags, change: Callable[[Strategy], N
     world.arrange(plan.layout.mesh, plan.layout.data_axes)
     set_arithmetic(config, plan)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
-    strategy = strategy_class(plan.layout)(world, plan, task, config)
+    strategy = strategy_class(plan.layout, task)(world, plan, task, config)
     seed_generators(derive_seed(config.run.seed, "worker", world.random_stream))
     if change is not None:
         change(strategy)

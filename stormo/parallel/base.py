@@ -152,9 +152,13 @@ class Strategy:
             self.notices.append(_NO_HOST_SUM)
         return self.world.small_messages().sum
 
-    def _make_optimizer(self, model: nn.Module) -> None:
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze what --freeze names."""
         if self._settings.optimizer.freeze is not None:
             self.notices.append(freeze(model, self._settings.optimizer.freeze))
+
+    def _make_optimizer(self, model: nn.Module) -> None:
+        self.freeze(model)
         own = make_task_optimizer(self.task.optimizer, model)
         self.has_own_optimizer = own is not None  # the task's
         factors = self.task.lr_factors
@@ -293,7 +297,7 @@ class Strategy:
                 return loss
         model = self._model if is_full else self._eager
         try:
-            with self._gradient_sync(span.is_last), _absent(self.module, batch.is_padding):
+            with self._gradient_sync(span.is_last), absent(self.module, batch.is_padding):
                 with self._noise.on_samples(model, batch, self.clock.epoch):
                     loss = self._forward_backward(model, batch.data, batch.weight)
                 if self.noise_scale is not None:
@@ -328,12 +332,16 @@ class Strategy:
         """The model without communication."""
         return self._eager
 
+    def loss_of(self, model: nn.Module, data: Any) -> Any:
+        """What the task's loss returns."""
+        return self.task.loss(model, data)
+
     def _forward_backward(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         # Gradients are averaged over data-parallel workers, hence the factor of their number. The result is the
         # gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are. With a
         # count it is a sum over items, which the step divides by the number of all items.
         with self.autocast(), self.loss_weights.guarded(model) as guard:
-            loss, count = read_loss(self.task, self.task.loss(model, data))
+            loss, count = read_loss(self.task, self.loss_of(model, data))
         loss, factor = self.loss_weights.weigh(loss, count, weight, guard)
         self._backward(self.scaler.scale(loss * (factor * self.world.data.size)))
         return loss.detach() * (factor * self._loss_share)
@@ -381,14 +389,18 @@ class Strategy:
     def step(self, learning_rate: float) -> None:
         """Clip and apply the gradients at this learning rate, of which groups may have multiples, then clear them."""
         self._set_learning_rate(learning_rate)
-        self._collect_gradients()
-        self._divide_by_items(self._gradients())
-        self._finish_gradients()
-        start_momentum(self.optimizer, may_skip=self.scaler.is_enabled())
-        self.scaler.step(self.optimizer)
+        self._apply_gradients(self.optimizer)
         self.scaler.update()
         self.clear_gradients()
         self.update_average()
+
+    def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step an optimizer with the gradients of all workers."""
+        self._collect_gradients()
+        self._divide_by_items(self._gradients())
+        self._finish_gradients(optimizer)
+        start_momentum(optimizer, may_skip=self.scaler.is_enabled())
+        self.scaler.step(optimizer)
 
     def _set_learning_rate(self, rate: float) -> None:
         check_learning_rates(self.optimizer, self.learning_rates)
@@ -412,7 +424,7 @@ class Strategy:
         own = self.loss_weights.own.clone()
         return own if self._is_trying else self.world.data.sum(own)
 
-    def _finish_gradients(self) -> None:
+    def _finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure and clip the gradient of the whole batch, then add noise to it."""
         # Clipping comes first. The norm of noise over d elements is sigma * sqrt(d): clipping both would leave next to
         # nothing of the gradient.
@@ -422,7 +434,7 @@ class Strategy:
         if meter is not None and self.scaler.is_enabled():
             scale = self.scaler.scale(torch.ones((), device=self.world.device))  # without waiting for the device
         if is_unscaled:
-            self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(optimizer)
         if meter is not None or clip_norm is not None:
             norm = self._gradient_norm()
             if clip_norm is not None:
@@ -612,7 +624,7 @@ class Strategy:
 
 
 @contextmanager
-def _absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
+def absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
     """Keep a padding sample out of every statistic."""
     if not is_padding:
         yield

@@ -86,7 +86,7 @@ class Server(Strategy):
     @torch.no_grad()
     def _step_stored(self, learning_rate: float) -> None:
         self._set_learning_rate(learning_rate)
-        self._finish_gradients()
+        self._finish_gradients(self.optimizer)
         start_momentum(self.optimizer)
         self.optimizer.step()
 

@@ -40,6 +40,10 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
     Parameters that the task's optimizer leaves out are frozen in `fake_model`.
     """
     twin, fake = fake_model.model(), fake_model.fake
+    if type(task).optimizers is not Task.optimizers:
+        raise SettingError(
+            f"{type(task).__name__} has several optimizers", "predict counts one step", "try it on a GPU instead"
+        )
     if settings.optimizer.freeze is not None:
         freeze(twin, settings.optimizer.freeze)
     optimizer = make_task_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer, task.lr_factors)

@@ -121,6 +121,15 @@ class Task:
         """
         return None
 
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer] | None:
+        """Several optimizers by name, each over parameters of its own; they step in this order, in every step.
+
+        Then `loss(self, model, batch, optimizer)` gets the name of the one whose turn it is, and returns its loss. Only
+        that one's parameters have gradients meanwhile. The loss of the first is the one that is reported. Such a task
+        has `metrics`, and runs on one device or with `ddp`.
+        """
+        return None
+
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """What is measured in a batch, by name; runs without gradients.
 

@@ -29,6 +29,7 @@ from stormo.distributed.world import World
 from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.launch import FailureReporter, RankInfo
 from stormo.optim.schedule import make_schedule
+from stormo.optim.task_optimizer import optimizer_name
 from stormo.parallel.batch_size import find_micro_batch_size
 from stormo.parallel.table import strategy_class
 from stormo.profiling.ranges import record_for_nsight
@@ -242,7 +243,7 @@ class Trainer:
             explain_out_of_memory(config, self.plan, world.device, has_model=False),
             explain() if calls_model else nullcontext(),
         ):
-            strategy = strategy_class(self.plan.layout)(world, self.plan, task, config)
+            strategy = strategy_class(self.plan.layout, task)(world, self.plan, task, config)
         self._closing.callback(strategy.close)
         seed_generators(derive_seed(seed, "worker", world.random_stream))  # each rank draws its own dropout
         self._setup_times.done("model")
@@ -268,7 +269,7 @@ class Trainer:
         self._closing.callback(loader.close)
         plan = self.plan
         if strategy.has_own_optimizer:
-            plan = with_task_optimizer(config, plan, type(strategy.optimizer).__name__)
+            plan = with_task_optimizer(config, plan, optimizer_name(strategy.optimizer))
         if config.batch.batch_size == "auto":
             with explain():
                 plan = find_micro_batch_size(config, plan, strategy, loader)
