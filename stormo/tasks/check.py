@@ -28,6 +28,7 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "collate": ("samples",),
     "optimizer": ("model",),
     "optimizers": ("model",),
+    "scheduler": ("optimizer",),
     "tensor_plan": ("model",),
     "classifier": ("model",),
     "pieces": ("model",),
@@ -56,6 +57,12 @@ def check_task(task_class: type[Task]) -> None:
             f"{name}.num_draws is {num_draws!r}",
             "it counts the random numbers that augment() gets for each sample",
             "set a whole number from 0",
+        )
+    if task_class.scheduler_interval not in ("step", "epoch"):
+        raise SettingError(
+            f"{name}.scheduler_interval is {task_class.scheduler_interval!r}",
+            "it says how often scheduler() is stepped",
+            'set it to "step" or "epoch"',
         )
     if not isinstance(task_class.lr_factors, Mapping | property):
         raise SettingError(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
     from stormo.config.plan import Facts
@@ -38,6 +39,7 @@ class Task:
     defaults: ClassVar[Mapping[str, Any]] = {}
     # Factors of the learning rate by patterns of parameter names, {"head.*": 10.0}; the first that fits a name counts.
     lr_factors: Mapping[str, float] = {}
+    scheduler_interval: ClassVar[Literal["step", "epoch"]] = "step"  # how often the scheduler of the task is stepped
     _initialise: Callable[[nn.Module], None] | None = None  # gives a new model the weights of --init-from, on rank 0
 
     def __init__(self, options: Any = None, **given: Any) -> None:
@@ -116,8 +118,15 @@ class Task:
         """An optimizer of the task's own, over parameters of the model; None for that of --optimizer.
 
         Its learning rates are those for one worker's batch, as --base-lr is: --lr-rule, warm-up and decay multiply the
-        learning rate of every group by the same factor. A scheduler of torch on it is refused: set --decay and
-        --warmup-epochs, or the same in `defaults`. Parameters it does not hold are frozen.
+        learning rate of every group by the same factor. Parameters it does not hold are frozen.
+        """
+        return None
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """A scheduler of torch for this optimizer; None for the warm-up and decay of the settings.
+
+        It is stepped once a step, or with `scheduler_interval = "epoch"` after every validation. Its learning rates are
+        those for one worker's batch: --lr-rule multiplies them.
         """
         return None
 

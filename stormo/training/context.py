@@ -54,7 +54,7 @@ class RunContext:
         """The learning rate of the step that begins at this position of the epoch."""
         progress = self.state.progress
         rate = self.schedule(self.plan.schedule_step(progress.epoch, position)) * progress.rate_factor
-        self.last_learning_rate = rate
+        self.last_learning_rate = rate * self.state.strategy.scheduler_factor
         return rate
 
     @property

@@ -65,13 +65,14 @@ def _train_epoch(run: RunContext, clock: TrainingClock, vote: AsyncAllReduce, lo
         learning_rate = run.learning_rate(progress.position)
         with range_of("optimizer"):
             strategy.step(learning_rate)
+            strategy.step_scheduler("step")
         progress.advance(run.loader.samples(batch.span))
         strategy.exchange_weights()
         step = StepInfo(
             epoch=progress.epoch,
             step=progress.step,
             position=batch.span.step_start,
-            learning_rate=learning_rate,
+            learning_rate=run.last_learning_rate,
             num_samples=batch.span.step_samples,
         )
         losses.update(step, run.state.add_loss)
@@ -116,6 +117,7 @@ def _end_epoch(run: RunContext, clock: TrainingClock, losses: LossMonitor) -> Ou
         last = StepInfo(epoch=progress.epoch, step=progress.step, position=0, learning_rate=run.last_learning_rate)
         return Outcome("divergence", diverged=losses.verdict("validation", last, metrics["loss"]))
     done = run.finish_epoch(metrics, clock, time.perf_counter() - began_s)
+    run.state.strategy.step_scheduler("epoch", metrics)
     run.save_epoch(losses, done)
     run.warn_if_not_learning()
     return None
