@@ -15,6 +15,7 @@ from stormo.errors import SettingError
 from stormo.tasks.task import Task
 
 REQUIRED = ("model", "train_data", "validation_data", "loss")
+HOOKS = ("on_train_start", "on_step_end", "on_validation_end", "on_epoch_end", "on_train_end")
 _NEAR = 0.85  # a letter more, less or other
 # What each method is called with, beside the task itself.
 _CALLED_WITH: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,7 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "tensor_plan": ("model",),
     "classifier": ("model",),
     "pieces": ("model",),
+    **dict.fromkeys(HOOKS, ("context",)),
     "fetch": (),
     "facts": (),
 }

@@ -25,6 +25,17 @@ class NoOptions:
     """The options of a task that has none."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What a hook of a task gets, on every worker."""
+
+    epoch: int  # counted from 1
+    step: int  # optimizer steps since the start of the run
+    metrics: Mapping[str, float]  # of the validation; nothing before one
+    model: nn.Module  # as a validation calls it
+    log: Callable[[str, float], None]  # a name and a number, for events.jsonl and TensorBoard; that of rank 0 counts
+
+
 class Task:
     """Subclass it and write `model`, `train_data`, `validation_data` and `loss`; the rest is optional."""
 
@@ -161,6 +172,23 @@ class Task:
                 place in the global order alone, so the result does not depend on the number of workers.
         """
         return batch
+
+    # Hooks: called on every worker, in the same order, also after a resume.
+
+    def on_train_start(self, context: Context) -> None:
+        """Before the first step of every attempt."""
+
+    def on_step_end(self, context: Context) -> None:
+        """After an optimizer step."""
+
+    def on_validation_end(self, context: Context) -> None:
+        """After a validation, while the model still has the weights that were validated (see --ema)."""
+
+    def on_epoch_end(self, context: Context) -> None:
+        """After an epoch was counted, before its checkpoint."""
+
+    def on_train_end(self, context: Context) -> None:
+        """After the last step of an attempt, unless it failed."""
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str] | None:
         """How the layers of the model are cut over the workers along the axis tensor; None where stormo knows it.

@@ -27,9 +27,11 @@ def train(run: RunContext) -> Outcome:
     clock = TrainingClock(run.world, run.loader, run.state.progress, run.state.strategy, run.node_recorder)
     run.profiler_step()
     with run.state.strategy.running():
+        run.hook("on_train_start")
         while True:
             outcome = _train_epochs(run, clock)
             if outcome.diverged is None:
+                run.hook("on_train_end", run.state.progress.validation)
                 return outcome
             diverged = find_bad_inputs(outcome.diverged, run.loader, run.world, is_stream=run.plan.facts.is_stream)
             if not run.roll_back(diverged):
@@ -76,6 +78,7 @@ def _train_epoch(run: RunContext, clock: TrainingClock, vote: AsyncAllReduce, lo
             num_samples=batch.span.step_samples,
         )
         losses.update(step, run.state.add_loss)
+        run.hook("on_step_end")
         run.heartbeat(progress.step)
         clock.step_done()
         stop, diverged = vote.outcome(), losses.judge(vote.total())
@@ -118,6 +121,7 @@ def _end_epoch(run: RunContext, clock: TrainingClock, losses: LossMonitor) -> Ou
         return Outcome("divergence", diverged=losses.verdict("validation", last, metrics["loss"]))
     done = run.finish_epoch(metrics, clock, time.perf_counter() - began_s)
     run.state.strategy.step_scheduler("epoch", metrics)
+    run.hook("on_epoch_end", {**metrics, "train_loss": done.train_loss}, epoch=done.epoch)
     run.save_epoch(losses, done)
     run.warn_if_not_learning()
     return None
