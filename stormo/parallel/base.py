@@ -155,20 +155,19 @@ class Strategy:
             self.notices.append(_NO_HOST_SUM)
         return self.world.small_messages().sum
 
-    def freeze(self, model: nn.Module) -> None:
-        """Freeze what --freeze names."""
+    def _make_optimizer(self, model: nn.Module) -> None:
         if self._settings.optimizer.freeze is not None:
             self.notices.append(freeze(model, self._settings.optimizer.freeze))
-
-    def _make_optimizer(self, model: nn.Module) -> None:
-        self.freeze(model)
-        own = make_task_optimizer(self.task.optimizer, model)
+        own = self._task_optimizer(model)
         self.has_own_optimizer = own is not None  # the task's
         factors = self.task.lr_factors
         self.optimizer = make_optimizer(model, self._settings.optimizer, factors) if own is None else own
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
+
+    def _task_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        return make_task_optimizer(self.task.optimizer, model)
 
     def _make_scheduler(self) -> TaskScheduler | None:
         """The task's scheduler, if it makes one."""
