@@ -53,6 +53,7 @@ def _optimizer(*optimizers: str) -> _Choice:
     return _Choice(("optimizer",), _is("optimizer", *optimizers), (f"--optimizer {optimizers[0]}", *optimizers[1:]))
 
 
+_NOT_SCHEDULE_FREE = ("another --optimizer than schedule-free-adamw",)
 _SHARD = _strategy(("--strategy fsdp",), *names(lambda row: row.zero), axis="shard")
 _FSDP = _strategy(("--strategy fsdp",), *names(lambda row: row.zero == 3), axis="shard")
 _CHOICES: dict[str, _Choice] = {
@@ -85,10 +86,14 @@ _CHOICES: dict[str, _Choice] = {
         for name in sorted({name for own in OPTIMIZER_DEFAULTS.values() for name in own})
     },
     "base_batch_size": _Choice(("lr_rule",), _is("lr_rule", "linear", "sqrt", None), ("--lr-rule linear", "sqrt")),
-    "decay": _Choice(  # the average of the weights takes its place
+    # The average of the weights takes the place of both.
+    "decay": _Choice(
         ("optimizer",),
         lambda settings: settings.get("optimizer") != "schedule-free-adamw" or settings.get("decay") in (None, "none"),
-        ("another --optimizer than schedule-free-adamw",),
+        _NOT_SCHEDULE_FREE,
+    ),
+    "ema": _Choice(
+        ("optimizer",), lambda settings: settings.get("optimizer") != "schedule-free-adamw", _NOT_SCHEDULE_FREE
     ),
     "decay_share": _Choice(("decay",), _is("decay", *DECAY_SHARES), ("--decay wsd", *list(DECAY_SHARES)[1:])),
     **dict.fromkeys(

@@ -91,7 +91,7 @@ class Net(nn.Module):
 def test_muon_takes_hidden_matrices_and_convolutions(tied: bool) -> None:
     model = Net(tied=tied)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    hidden, outer, plain = muon_groups(model, 0.1, 0.003)
+    hidden, outer, plain = muon_groups(model, 0.1, lr=0.1, adamw_lr=0.003)
     assert [names[id(p)] for p in hidden["params"]] == ["conv.weight", "hidden.weight"]
     heads = set() if tied else {"head.weight"}
     assert {names[id(p)] for p in outer["params"]} == {"tokens.weight", "bags.weight", "experts", *heads}
@@ -99,6 +99,14 @@ def test_muon_takes_hidden_matrices_and_convolutions(tied: bool) -> None:
     assert [group["adapt"] for group in (hidden, outer, plain)] == [True, False, False]
     assert [group["weight_decay"] for group in (hidden, outer, plain)] == [0.1, 0.1, 0.0]
     assert [group.get("lr") for group in (hidden, outer, plain)] == [None, 0.003, 0.003]
+
+
+def test_factors_of_learning_rates_hold_for_both() -> None:
+    settings = schema.Optimizer(optimizer="muon", base_lr=0.02, adamw_lr=0.004)
+    optimizer = make_optimizer(Net(tied=False), settings, {"hidden.*": 0.5, "head.*": 0.25})
+    rates = {(group["adapt"], group["lr"], len(group["params"])) for group in optimizer.param_groups}
+    # The convolution; hidden.weight; embeddings and experts; head.weight; vectors of each.
+    assert rates == {(True, 0.02, 1), (True, 0.01, 1), (False, 0.004, 3), (False, 0.001, 1), (False, 0.002, 1)}
 
 
 def test_it_takes_its_settings() -> None:
