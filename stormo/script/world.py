@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from stormo.script.backward import Backward
 from stormo.script.collective_check import CollectiveCheck, call_site
 from stormo.script.energy import Energy, ScriptMeter, StartRecorder
 from stormo.script.loader_factory import Batches, Loader, make_loader
+from stormo.script.logs import ScriptLog
 from stormo.script.loop import Loop
 from stormo.script.wrapping import warn_of_unwrapped_optimizers, wrap
 
@@ -56,6 +57,8 @@ class World:
         backend: nccl or gloo; by default what fits the device.
         timeout_s: how long a worker waits for the others before it gives up; default 600.
         energy: measure what the nodes draw, and print it when the script ends, if anything can be read.
+        run_folder: where `log` writes, such as runs/mine; a script that is started again continues it.
+        sinks: other tools that get what is logged: "mlflow", "wandb", and those of other packages.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class World:
         backend: str | None = None,
         timeout_s: float | None = None,
         energy: bool = True,
+        run_folder: str | Path | None = None,
+        sinks: Sequence[str] = (),
     ) -> None:
         global _the_world  # noqa: PLW0603
         if _the_world is not None:
@@ -73,18 +78,26 @@ class World:
             )
         workers, reporter = joining.join(device, backend, timeout_s)
         _the_world = self
-        self._set_up(workers, reporter, energy=energy)
+        self._set_up(workers, reporter, energy=energy, run_folder=run_folder, sinks=sinks)
         warn_of_unwrapped_optimizers(self._loop)
         joining.at_exit(self.close)
 
     @classmethod
-    def _of(cls, workers: Workers, reporter: FailureReporter) -> World:
+    def _of(cls, workers: Workers, reporter: FailureReporter, **options: Any) -> World:
         """On workers that have met already, besides the one of this process."""
         self = cls.__new__(cls)
-        self._set_up(workers, reporter)
+        self._set_up(workers, reporter, **options)
         return self
 
-    def _set_up(self, workers: Workers, reporter: FailureReporter, *, energy: bool = False) -> None:
+    def _set_up(
+        self,
+        workers: Workers,
+        reporter: FailureReporter,
+        *,
+        energy: bool = False,
+        run_folder: str | Path | None = None,
+        sinks: Sequence[str] = (),
+    ) -> None:
         self._workers = workers
         self._reporter = reporter
         self._stop = joining.StopRequest(announces=workers.rank_info.launcher == "alone")
@@ -93,6 +106,7 @@ class World:
         self._meter = ScriptMeter(workers) if energy else None
         self._starts = StartRecorder(NoNodeRecorder(), 0) if self._meter is None else self._meter.starts
         self._has_own_seed = False
+        self._log = ScriptLog(None if run_folder is None else Path(run_folder), sinks, workers)
         check = CollectiveCheck(workers, self._stop.current)
         self._loop = Loop(world=workers, check=check, begin=self._draw_own_numbers)
         self._backward = Backward(self._loop)
@@ -135,6 +149,14 @@ class World:
         """Print on rank 0."""
         if self.is_main:
             builtins.print(*args, **{"flush": True} | options)  # noqa: T201
+
+    def log(self, name: str, value: Any) -> None:
+        """Log a number, an image (uint8, HWC or CHW) or a figure of matplotlib by name, at the current step.
+
+        Rank 0 writes its own value into the `run_folder` of `World`, where TensorBoard and `stormo report` find it, and
+        to the `sinks`. Sum or average first what is of all workers: `world.log("loss", world.mean(loss.item()))`.
+        """
+        self._log.write(name, value, self._loop.num_steps)
 
     # What is trained
 
@@ -402,6 +424,7 @@ class World:
         self._loop.check.require_worker("world.close()")
         self._loop.check.is_closed = True
         total = self._meter.close() if self._meter is not None else None
+        self._log.close()
         for group in self._loop.groups:
             group.exchange.close()
         for lease in self._staged:
