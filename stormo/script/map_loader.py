@@ -281,7 +281,7 @@ class MapLoader(LoaderBase):
     def _must_post(self) -> bool:
         """Whether no backward shows the others that this worker continues; saves half of all posts."""
         is_trained = self.trains and self.batch_info is not None and self.batch_info.is_trained
-        return not is_trained or self.loop.has_sync_norm
+        return not is_trained or self.loop.runs_together
 
     def _keys(self, order: Tensor, start: int, stop: int) -> list[Any]:
         return self._samples.keys(order, start, stop, self._seed, self.epoch)

@@ -13,12 +13,13 @@ import builtins
 import contextlib
 import hashlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from stormo.distributed.world import World as Workers
 from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
 from stormo.launch import FailureReporter
+from stormo.launch.nodes import PROFILE
 from stormo.script import joining, saving, values
 from stormo.script.backward import Backward
 from stormo.script.collective_check import CollectiveCheck, call_site
@@ -38,9 +40,20 @@ from stormo.script.energy import Energy, ScriptMeter, StartRecorder
 from stormo.script.loader_factory import Batches, Loader, make_loader
 from stormo.script.logs import ScriptLog
 from stormo.script.loop import Loop
+from stormo.script.sharding import norm_of
 from stormo.script.wrapping import warn_of_unwrapped_optimizers, wrap
 
 Compress = Literal["none", "bf16", "fp16"]
+
+
+class WrapOptions(TypedDict, total=False):
+    """The options of `wrap`, which says what they are."""
+
+    sync_batch_norm: bool
+    compress: Compress
+    strategy: Literal["ddp", "fsdp"]
+    precision: Literal["fp32", "bf16"]
+
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -110,6 +123,12 @@ class World:
         check = CollectiveCheck(workers, self._stop.current)
         self._loop = Loop(world=workers, check=check, begin=self._draw_own_numbers)
         self._backward = Backward(self._loop)
+        self._profile: Any = None
+        if (asked := os.environ.get(PROFILE)) is not None:
+            from stormo.script.profiling import ScriptProfile  # torch's profiler takes time to import
+
+            self._profile = ScriptProfile(asked, self._loop, Path("." if run_folder is None else run_folder))
+            self._loop.around_step = self._profile.around
         if self.size > 1:
             saving.synchronise_generators(workers)
 
@@ -161,18 +180,21 @@ class World:
     # What is trained
 
     @overload
-    def wrap(self, first: _A, /, *, sync_batch_norm: bool = True, compress: Compress = "none") -> _A: ...
+    def wrap(self, first: _A, /, **options: Unpack[WrapOptions]) -> _A: ...
     @overload
+    def wrap(self, first: _A, second: _B, /, **options: Unpack[WrapOptions]) -> tuple[_A, _B]: ...
+    @overload
+    def wrap(self, first: _A, second: _B, third: _C, /, **options: Unpack[WrapOptions]) -> tuple[_A, _B, _C]: ...
+    @overload
+    def wrap(self, *parts: Any, **options: Unpack[WrapOptions]) -> Any: ...
     def wrap(
-        self, first: _A, second: _B, /, *, sync_batch_norm: bool = True, compress: Compress = "none"
-    ) -> tuple[_A, _B]: ...
-    @overload
-    def wrap(
-        self, first: _A, second: _B, third: _C, /, *, sync_batch_norm: bool = True, compress: Compress = "none"
-    ) -> tuple[_A, _B, _C]: ...
-    @overload
-    def wrap(self, *parts: Any, sync_batch_norm: bool = True, compress: Compress = "none") -> Any: ...
-    def wrap(self, *parts: Any, sync_batch_norm: bool = True, compress: Compress = "none") -> Any:
+        self,
+        *parts: Any,
+        sync_batch_norm: bool = True,
+        compress: Compress = "none",
+        strategy: Literal["ddp", "fsdp"] = "ddp",
+        precision: Literal["fp32", "bf16"] = "fp32",
+    ) -> Any:
         """Take in models, their optimizers, schedulers and loss scalers; returns these very objects.
 
         The models move to the device and start with rank 0's weights.
@@ -185,8 +207,18 @@ class World:
                 Layers with ghost batch norm (`convert_ghost_batch_norm`) keep it in either case.
             compress: over a slow network gradients may travel as "bf16" or "fp16", in half the bytes of float32, and
                 are summed in float32.
+            strategy: "ddp", a replica of the model on every worker; "fsdp", a shard of its weights, gradients and
+                optimizer state, by torch's fully_shard, block by block.
+            precision: "bf16" runs the forward of the models under autocast; weights and outputs stay float32.
         """
-        wrap(self._loop, parts, sync_batch_norm=sync_batch_norm, compress=compress)
+        wrap(
+            self._loop,
+            parts,
+            sync_batch_norm=sync_batch_norm,
+            compress=compress,
+            strategy=strategy,
+            precision=precision,
+        )
         return parts[0] if len(parts) == 1 else parts
 
     def loader(
@@ -247,7 +279,8 @@ class World:
             more: another backward follows before the step; saves an exchange between the workers.
             options: passed to torch, such as retain_graph.
         """
-        self._backward(loss, count, reduction, loader, more, **options)
+        with self._loop.around_step():
+            self._backward(loss, count, reduction, loader, more, **options)
         self._reporter.alive(self._loop.num_steps)
         self._starts.advance(self._loop.num_steps)
 
@@ -266,7 +299,7 @@ class World:
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor | None:
         """Clip the gradient of a complete step to a norm, and return what it was; None between its micro-batches."""
         parameters = list(parameters)
-        return None if self._loop.is_accumulating else nn.utils.clip_grad_norm_(parameters, max_norm)
+        return None if self._loop.is_accumulating else norm_of(nn.utils.clip_grad_norm_(parameters, max_norm))
 
     # What the workers do together
 
@@ -422,6 +455,8 @@ class World:
     def close(self) -> None:
         """Leave, and print the energy; called automatically when the script ends."""
         self._loop.check.require_worker("world.close()")
+        if self._profile is not None:
+            self._profile.close()
         self._loop.check.is_closed = True
         total = self._meter.close() if self._meter is not None else None
         self._log.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy
@@ -63,3 +64,25 @@ def _log_nowhere(workers: Workers) -> str:
     with pytest.raises(SettingError) as refused:
         World._of(workers, FailureReporter()).log("a", 1.0)
     return refused.value.what
+
+
+def _profiled(workers: Workers, folder: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORMO_PROFILE", "2:4")
+        world = World._of(workers, FailureReporter(), run_folder=folder)
+    model, optimizer = world.wrap(*make())
+    for x, y in world.loader(data(), global_batch_size=8):
+        optimizer.zero_grad()
+        world.backward((model(x) - y).square().mean())
+        optimizer.step()
+    world._profile.close()
+    return world._loop.num_steps
+
+
+def test_a_profile_of_the_steps_that_were_named(run_ranks: Ranks, tmp_path: Path) -> None:
+    assert run_ranks(_profiled, 2, str(tmp_path)) == [5, 5]
+    found = json.loads((tmp_path / "profile" / "summary.json").read_text())
+    assert found["steps"] == [2, 3]
+    assert {path.name for path in (tmp_path / "profile").glob("*.gz")} == {
+        f"rank-{rank}.pt.trace.json.gz" for rank in (0, 1)
+    }
