@@ -79,7 +79,7 @@ def _before_forward(loop: Loop) -> None:
             error = SettingError(
                 f"a batch of {pluralize(info.step_samples or 0, 'sample')} was given to a sharded model",
                 f"every worker must run it, and {pluralize(size, 'worker')} × {loader.accumulate} need {least}",
-                "choose another batch size, so that the last batch is not that small",
+                "loop under torch.no_grad(), which joins it to the batch before, or choose another batch size",
             )
             loop.check.raise_on_all(error)
     loop.check.wait()
