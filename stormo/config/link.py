@@ -76,6 +76,15 @@ def candidates(users: Mapping[str, str]) -> list[dict[str, str]]:
     return found
 
 
+def keeps_defaults(config: TrainConfig, layout: Layout) -> str:
+    """Why NCCL's own settings stay unless the user asks to measure; empty where they may be changed."""
+    if config.run.deterministic:
+        return "with --deterministic every start has the same"
+    if layout.mesh.shard > 1:
+        return "weights are gathered beside the computation, which more channels slow down"
+    return ""
+
+
 def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> bool:
     """Whether NCCL sends between these workers over sockets, as seen from this node."""
     if "NCCL_HOSTID" in environ or layout.shares_a_gpu:
@@ -100,8 +109,8 @@ def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:
         text = "NCCL's own settings (--no-tune-link)"
     elif link_before(config, layout) is not None:
         text = "NCCL's settings are those with which the run began"
-    elif asked is None and config.run.deterministic:
-        text = "NCCL's own settings: with --deterministic every start has the same"
+    elif asked is None and (reason := keeps_defaults(config, layout)):
+        text = f"NCCL's own settings: {reason}"
     elif asked or layout.shares_a_gpu:
         text = "NCCL's socket settings are measured at the start"
     elif layout.num_nodes > 1:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from stormo.config.layout import Layout
-from stormo.config.link import BUCKET_MIB, Link, candidates, link_before, uses_sockets
+from stormo.config.link import BUCKET_MIB, Link, candidates, keeps_defaults, link_before, uses_sockets
 from stormo.config.schema import TrainConfig
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore, Store
@@ -216,7 +216,7 @@ def choose_link(
         return None, ""
     if before is not None:
         return before, f"The link is set as when the run began: {before}"
-    if asked is None and config.run.deterministic:  # another start may find others faster
+    if asked is None and keeps_defaults(config, layout):
         return None, ""
     group = ProbeGroup(store.signed("link"), rank_info.rank, rank_info.world_size, store.timeout)
     # Rank 0 decides for all: a node may see other network cards.

@@ -244,6 +244,8 @@ def _work(options: _JobOptions, layout: Layout, rank_info: RankInfo) -> int:
     reporter = open_failure_reporter(rank_info) if rank_info.launcher in ("local", "alone") else None
     code_file = os.environ.pop(_CODE_FILE, None)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
+    if options.json:
+        os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")  # NCCL would write into the document
     try:
         from stormo.distributed.store import Store, address_book_of
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
-from stormo.launch.torch_errors import PeerLoss, loss_in, peer_loss, without_frames
+from stormo.launch.torch_errors import PeerLoss, first_line, loss_in, peer_loss, without_frames
 from stormo.system import files
 
 MAX_DETAILS_CHARACTERS = 24_000
@@ -102,8 +102,8 @@ def of_exception(error: BaseException, *, rank: int, host: str, secondary: bool)
     if isinstance(error, StormoError):
         summary, details = printable(_text(error), _MAX_SENTENCE_CHARACTERS), ""
     else:
-        first_line = next(iter(_text(error).splitlines()), "")
-        summary = printable(f"{_name(error)}: {first_line}" if first_line else _name(error), _MAX_SENTENCE_CHARACTERS)
+        first = first_line(_text(error))
+        summary = printable(f"{_name(error)}: {first}" if first else _name(error), _MAX_SENTENCE_CHARACTERS)
         lines = traceback.format_exception(error)
         details = printable(without_frames("".join(lines)), MAX_DETAILS_CHARACTERS)
     return Failure(

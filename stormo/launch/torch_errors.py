@@ -49,6 +49,8 @@ _COLLECTIVE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
 # Traces of C++ code: of the watchdog, of an exception that nobody caught, and the frames below either.
 _NATIVE = re.compile(rb"ProcessGroupNCCL|terminate called |  what\(\):  |Exception raised from |frame #\d+: ")
 _FRAMES = re.compile(r"^(?:\[rank \d+\] )?(?:Exception raised from .*|frame #\d+: .*)\n?", re.MULTILINE)
+_NCCL_PLACE = re.compile(r"(NCCL error) in: \S+\.cpp:\d+,")
+_NCCL_REASON = re.compile(r"Last error:\s*(\S.*)")
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
 # cuDNN says so when no algorithm's workspace can be had, but also when it has no algorithm at all.
 _PERHAPS_OUT_OF_MEMORY = ("unable to find an engine to execute this computation", "CUDNN_STATUS_NOT_SUPPORTED")
@@ -100,8 +102,15 @@ def wants_native_traces() -> bool:
 
 
 def without_frames(text: str) -> str:
-    """Without the frames of C++ code, unless they are wanted."""
-    return text if wants_native_traces() else _FRAMES.sub("", text)
+    """Without the frames and places of C++ code, unless they are wanted."""
+    return text if wants_native_traces() else _NCCL_PLACE.sub(r"\1:", _FRAMES.sub("", text))
+
+
+def first_line(text: str) -> str:
+    """The first line of an error, with NCCL's own reason, which stands further below."""
+    line = without_frames(next(iter(text.splitlines()), ""))
+    found = _NCCL_REASON.search(text) if "NCCL error" in line else None
+    return line if found is None else f"{line}: {found[1]}"
 
 
 def is_file_store_timeout(error: RuntimeError) -> bool:

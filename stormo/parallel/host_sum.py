@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,9 +41,14 @@ class HostSum:
         self._values = self._memory[world.size * _LINE :].view(torch.float64)
         self._count = torch.zeros(1, dtype=torch.int64, device=world.device)
         self._ranks = torch.tensor(list(ranks), device=world.device)
-        error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, _PORTABLE_AND_MAPPED)
+        address = self._memory.data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED)
         if int(error):
+            with suppress(RuntimeError):  # CUDA keeps the error, and the next call of torch raises it
+                torch.zeros(1, device=world.device)
             raise OSError(f"host memory cannot be mapped by the GPU ({error})")
+        # Keeps the memory until then: a later map may get the same address.
+        weakref.finalize(self, _unregister, self._memory).atexit = False
 
     def __call__(self, vector: Tensor) -> None:
         """Sum a float64 vector of this device in place."""
@@ -70,6 +77,10 @@ class HostSum:
     def wait_up_to(self, seconds: float) -> None:
         """Wait so long for the others; after that a sum is not-a-number."""
         self._limit_ns = int(seconds * 1e9)
+
+
+def _unregister(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def open_host_sum(world: World, ranks: Sequence[int]) -> HostSum | None:

@@ -53,7 +53,8 @@ def shard_models(loop: Loop, models: list[nn.Module], optimizers: list[Optimizer
     on_gpu = world.device.type == "cuda"
     for model in models:
         units = units_of(model)
-        shard(model, units, dims, dtype=dtype, frees=True, offload=False, on_gpu=on_gpu, merges=False, joins_norms=True)
+        joins = {"merges": False, "joins_small": False, "joins_norms": True}
+        shard(model, units, dims, dtype=dtype, frees=True, offload=False, on_gpu=on_gpu, **joins)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # world.backward gives every worker's loss its weight, so gradients are summed.

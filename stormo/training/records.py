@@ -28,7 +28,6 @@ from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.environment import collect_environment, scheduler_job
 from stormo.telemetry.events import EventFile
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary, write_json, write_whole
-from stormo.telemetry.media import log_value
 from stormo.telemetry.prometheus import PrometheusSink
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.runs_folder import forget_launch, note_launch
@@ -234,11 +233,6 @@ class RunRecorder:
         """Write a record to every sink; only rank 0 has any."""
         self._record_saved()
         self._write(record)
-
-    def log(self, name: str, value: Any) -> None:
-        """Log a number, an image or a figure of the user's; only rank 0 writes it."""
-        if self._world.is_main:
-            self.record(log_value(self.folder, name, value, self._state.progress.step))
 
     def _write(self, record: Record) -> None:
         for sink in (*self._sinks, *self._trackers):

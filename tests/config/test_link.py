@@ -91,6 +91,10 @@ def test_the_plan_says_what_is_done() -> None:
         line(gpus(num_nodes=2), deterministic=True)
         == "NCCL's own settings: with --deterministic every start has the same"
     )
+    sharded = line(gpus(num_nodes=2, strategy="fsdp"))
+    assert sharded is not None
+    assert sharded.startswith("NCCL's own settings: weights are gathered beside the computation")
+    assert line(gpus(num_nodes=2, strategy="fsdp"), tune_link=True) == line(gpus(), tune_link=True)
     assert line(gpus(num_nodes=2), deterministic=True, tune_link=True) == line(gpus(), tune_link=True)
     began = ResolvedBatch(global_batch_size=8, learning_rate=1.0, warmup_start=1.0, link={"world_size": 4})
     assert "with which the run began" in link_line(replace(configured(), resumed=began), gpus())["link"]

@@ -88,8 +88,8 @@ def test_a_rank_that_exits(failed: Failed) -> None:
 
 def test_a_rank_in_another_collective(failed: Failed) -> None:
     first = failed("collective 1 30")[0]
-    assert "rank 1" in first
-    assert "waited 20 s" in first or "within 20 s" in first
+    is_seen_by_nccl = "mismatch in collective sizes" in first  # by any rank; it does not say which one strayed
+    assert is_seen_by_nccl or ("rank 1" in first and ("waited 20 s" in first or "within 20 s" in first)), first
 
 
 def test_a_killed_rank_of_another_node(start_program: StartProgram, tmp_path: Path, free_port: int) -> None:

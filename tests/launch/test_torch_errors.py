@@ -19,11 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.command import free_port
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import StormoError
 from stormo.launch.torch_errors import (
     PeerLoss,
+    first_line,
     is_file_store_timeout,
     is_native_trace,
     is_out_of_memory,
@@ -34,7 +36,7 @@ from stormo.launch.torch_errors import (
     unreduced_parameters,
     without_frames,
 )
-from tests.programs import fork, free_port
+from tests.forked import fork
 
 Ranks = Callable[..., list[Any]]
 SOON = timedelta(seconds=0.3)
@@ -193,6 +195,14 @@ _INVALID = "invalid usage (run with NCCL_DEBUG=WARN for details)"
 )
 def test_what_nccl_says(text: str, found: PeerLoss | None) -> None:
     assert peer_loss(dist.DistBackendError(text)) == found
+
+
+def test_the_first_line_has_the_reason_of_nccl_and_no_place_in_its_source() -> None:
+    reason = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10"
+    shown = f"NCCL error: {_INVALID}, NCCL version 2.26.5: {reason}"
+    assert first_line(_NCCL.format(_INVALID, _USAGE, reason)) == shown
+    assert first_line("no such file\nLast error:\nnone") == "no such file"
+    assert first_line("") == ""
 
 
 _TRACE = """[rank2]:[E810 03:05:11.149121725 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 2] Process

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
+from stormo.parallel.fsdp import _joined
 from stormo.parallel.parameter_shards import chunk_range
 from stormo.tasks.task import Task
 from stormo.training.validation import Validation
@@ -304,3 +305,10 @@ def _loss_of_zeros(world: World, strategy: str) -> float:
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_gathered_weights_are_not_used_after_a_restore(run_ranks: Ranks, strategy: str) -> None:
     assert run_ranks(_loss_of_zeros, 2, strategy) == pytest.approx([np.log(3)] * 2)
+
+
+def test_small_neighbours_are_gathered_together_up_to_the_size_of_the_largest_block() -> None:
+    widths = [(2, 4), (4, 4), (4, 16), (16, 16), (16, 16), (16, 2)]
+    model = nn.Sequential(*(nn.Linear(*width, bias=False) for width in widths))
+    assert _joined(model, list("012345")) == [["0", "1", "2"], ["3"], ["4"], ["5"]]  # 8 + 16 + 64, 256, 256, 32
+    assert _joined(model, []) == []
