@@ -13,6 +13,7 @@ import contextlib
 import gc
 import inspect
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -23,6 +24,7 @@ import threading
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, process, reduction, resource_tracker, util
@@ -265,7 +267,10 @@ def _reset_process() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined] # what the parent will remove at its end
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    for end in (logging.shutdown, weakref.finalize._exitfunc, util._exit_function):  # type: ignore[attr-defined]
+        atexit.register(end)
     process._current_process = _MainProcess()  # type: ignore[attr-defined]
     process._parent_process = None  # type: ignore[attr-defined]
     process._children = set()  # type: ignore[attr-defined]
