@@ -78,6 +78,7 @@ def test_a_resumed_run_has_the_same_bits(run_ranks: Ranks, tmp_path: Path) -> No
     [
         ({"strategy": "fsdp"}, "strategy fsdp was set, but Gan has several optimizers, which step whole replicas in "),
         ({"batch_size": "auto", "global_batch_size": None}, "--batch-size auto was set, but the task has several "),
+        ({"compile": True}, "--compile was set, but the task has several optimizers, whose losses call parts of the "),
         ({"gradient_noise": 0.1}, "--gradient-noise 0.1 was set, but the task has several optimizers, and it is for "),
     ],
 )
