@@ -147,3 +147,16 @@ def test_the_class_is_checked_before_anything_starts() -> None:
         with pytest.raises(SettingError) as refused:
             check_task(wrong)
         assert str(refused.value).startswith(said)
+
+
+@pytest.mark.gpu
+def test_a_gpu_steps_as_a_cpu() -> None:
+    trained = []
+    for device in (torch.device("cuda", 0), torch.device("cpu")):
+        parts = build(World(alone(), device), task_class=_gan, ema=0.9, device=device.type, **FLAGS)  # type: ignore[arg-type]
+        parts.strategy.warm_up(parts.loader)
+        steps(parts, 5)
+        trained.append(whole_state(parts))
+    for name, value in trained[1].items():
+        if name.endswith(("weight", "bias", "ema", "exp_avg")):
+            np.testing.assert_allclose(trained[0][name], value, rtol=1e-8, atol=1e-12)
