@@ -238,6 +238,7 @@ class TrackerSink:
         self._summary: Mapping[str, Any] = {}
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.started = threading.Event()  # or failed to
 
     def write(self, record: Record) -> None:
         """Take one record; returns at once."""
@@ -276,6 +277,8 @@ class TrackerSink:
             except Exception as error:
                 self._warn(f"failed and gets no more of this run, which continues ({_first_line(error)})")
                 return
+            finally:
+                self.started.set()
 
     def _start(self, record: RunStarted) -> None:
         file = self._folder / f"sink-{self.name}.json"
