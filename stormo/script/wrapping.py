@@ -25,6 +25,7 @@ from stormo.script.sharding import shard_models
 from stormo.script.stepping import Group, replace_method
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+_IS_SHARDED = {"ddp": False, "fsdp": True}  # by strategy
 
 
 def wrap(
@@ -49,7 +50,7 @@ def wrap(
     _forget_unused(loop)
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
     _check_new(model.parameters(), parts, loop.groups)
-    is_sharded = strategy == "fsdp" and loop.world.size > 1
+    is_sharded = _IS_SHARDED[strategy] and loop.world.size > 1
     for each in models if not is_sharded else ():  # shards move block by block
         each.to(loop.world.device)
     _check_optimizers(parts, model)
@@ -78,14 +79,14 @@ def wrap(
 
 def _check_choices(strategy: str, precision: str, compress: str, *, has_model: bool) -> None:
     called = f"world.wrap(…, {strategy=}, {precision=}) was called"
-    if strategy not in ("ddp", "fsdp"):
+    if strategy not in _IS_SHARDED:
         raise SettingError(called, "scripts have replicas or shards of a model", 'set strategy="ddp" or "fsdp"')
     if precision not in ("fp32", "bf16"):
         instead = 'set precision="bf16", or keep torch.autocast and a GradScaler in the script'
         raise SettingError(called, "fp16 needs a scaled loss, and fp64 a model in it", instead)
-    if strategy == "fsdp" and compress != "none":
+    if _IS_SHARDED[strategy] and compress != "none":
         raise SettingError(called, "torch sums the gradients of shards itself", "leave compress out")
-    if not has_model and (strategy, precision) != ("ddp", "fp32"):
+    if not has_model and (_IS_SHARDED[strategy] or precision != "fp32"):
         raise SettingError(called, "it is a model's", "set it where the model is wrapped")
 
 

@@ -169,7 +169,7 @@ class RunContext:
             self.heartbeat(progress.step)
 
         strategy.average_buffers()
-        with strategy.swap_in_mean_weights(), self._averaged():
+        with strategy.averaged_weights(), strategy.swap_in_mean_weights(), self._averaged():
             rounds = self.validation.run(strategy.validated, strategy.autocast)
             found = metrics_or_signal(rounds, self.world, self.stop_flag, on_round)
             if not isinstance(found, int):

@@ -271,9 +271,10 @@ class RunRecorder:
             keep_steps=self._steps_to_keep(),
         )
         folder = self.folder.checkpoints if world.is_main else None
-        self._saver.begin(self._state.content(world, run.seed), folder, policy)
-        if not run.async_checkpoint:
-            self._saver.wait()
+        with self._state.strategy.averaged_weights():  # until they are written, or copied
+            self._saver.begin(self._state.content(world, run.seed), folder, policy)
+            if not run.async_checkpoint:
+                self._saver.wait()
         if world.is_main:
             self._saving = CheckpointSaved(
                 epoch=progress.epoch,
