@@ -60,6 +60,8 @@ class TrainSettings(TypedDict, total=False):
     decay_every: float | None
     decay_factor: float | None
     clip_norm: float | None
+    ema: float | None
+    freeze: str | None
     gradient_noise_batch: int | None
     gradient_noise: float | None
     gradient_noise_decay: float | None
@@ -98,6 +100,7 @@ class TrainSettings(TypedDict, total=False):
     # run
     run_name: str | None
     runs_folder: str | None
+    init_from: str | None
     checkpoint_every: str | None
     keep_checkpoints: int | None
     async_checkpoint: bool | None

@@ -166,6 +166,14 @@ class Optimizer:
     decay_every: float = option(10.0, "epochs between the steps of --decay step")
     decay_factor: float = option(0.1, "factor of each step of --decay step")
     clip_norm: float | None = option(None, "clip the gradient to this norm", common=True)
+    ema: float | None = option(
+        None,
+        "validate and export a moving average of the weights with this decay, such as 0.999",
+        common=True,
+    )
+    freeze: str | None = option(
+        None, "do not train the parameters whose names fit, such as 'backbone.*,embed.*'", metavar="NAMES", common=True
+    )
     gradient_noise_batch: int | None = option(
         None, "give the gradient the noise of a batch this small, by a random factor for each sample"
     )
@@ -260,6 +268,12 @@ class Run:
         "resume a run (default: --run-name, or the newest) or a checkpoint",
         metavar="RUN",
         optional_value=True,
+        common=True,
+    )
+    init_from: str | None = option(
+        None,
+        "start from these weights: a safetensors file, a state dict of torch, or a run",
+        metavar="FILE",
         common=True,
     )
     checkpoint_every: str = option("1ep", "steps (500) or epochs (1ep, 0.25ep) between checkpoints; 0 for none")

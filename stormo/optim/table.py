@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
@@ -23,12 +24,23 @@ from stormo.optim.lamb import LAMB
 from stormo.optim.lars import LARC, LARS
 from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.novograd import NovoGrad
+from stormo.optim.parameter_names import lr_factor_of
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # whatever their shape
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool = False) -> list[dict[str, Any]]:
-    """Two groups: weights, which decay, and biases and norms, which do not; `layerwise` adapts only the weights."""
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    layerwise: bool = False,
+    lr: float = 0.0,
+    factors: Mapping[str, float] = {},
+) -> list[dict[str, Any]]:
+    """Two groups: weights, which decay, and biases and norms, which do not; `layerwise` adapts only the weights.
+
+    Where a task has `lr_factors`, each is divided by the factors of its parameters' learning rates.
+    """
     norms = {id(p) for layer in model.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [p for p in trained if p.ndim > 1 and id(p) not in norms]
@@ -39,6 +51,13 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool =
     ]
     if layerwise:
         groups[0]["adapt"], groups[1]["adapt"] = True, False
+    if factors:
+        of = lr_factor_of(model, factors)
+        groups = [
+            {**group, "params": [p for p in group["params"] if of.get(id(p), 1.0) == factor], "lr": lr * factor}
+            for group in groups
+            for factor in dict.fromkeys((1.0, *factors.values()))
+        ]
     return [group for group in groups if group["params"]]
 
 
@@ -118,8 +137,11 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 }
 
 
-def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
-    """The optimizer of the settings, over all trained parameters of a model already on its device."""
+def make_optimizer(model: nn.Module, settings: schema.Optimizer, factors: Mapping[str, float] = {}) -> Optimizer:
+    """The optimizer of the settings, over all trained parameters of a model already on its device.
+
+    `factors` of learning rates are by patterns of parameter names.
+    """
     if "torch._dynamo" not in sys.modules:
         skip_compiler_import()
     base: Any = OPTIMIZERS[settings.optimizer]
@@ -132,4 +154,5 @@ def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
     if not layerwise:
         options["fused"] = all(parameter.is_floating_point() for parameter in model.parameters())
     kind: type[Any] = base if layerwise else _without_compiler(base)
-    return kind(parameter_groups(model, settings.weight_decay, layerwise=layerwise), **options)  # type: ignore[no-any-return]
+    groups = parameter_groups(model, settings.weight_decay, layerwise=layerwise, lr=settings.base_lr, factors=factors)
+    return kind(groups, **options)  # type: ignore[no-any-return]

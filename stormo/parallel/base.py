@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from stormo.layers.sync_batch_norm import (
     local_statistics,
     set_absent,
 )
+from stormo.optim.parameter_names import freeze
 from stormo.optim.table import make_optimizer, start_momentum
 from stormo.optim.task_optimizer import (
     IGNORED,
@@ -49,7 +51,8 @@ from stormo.parallel.host_sum import open_host_sum
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
-from stormo.tasks.returned import check_model, read_loss, without_gradient
+from stormo.parallel.weight_average import WeightAverage
+from stormo.tasks.returned import make_model, read_loss, without_gradient
 from stormo.tasks.task import Task
 
 _SPARSE = "the model has sparse gradients"
@@ -98,10 +101,11 @@ class Strategy:
         self.notices: list[str] = []  # what was chosen, for the start of the run
         self.warnings: list[str] = []  # what the user should change
         self.module = self._make_model()  # the user's model itself
-        # Every parameter group keeps its ratio to the first, whose learning rate is given to `step`.
+        # Every parameter group keeps its ratio to --base-lr or, of a task's optimizer, to the first.
         self.learning_rates = group_learning_rates(self.optimizer)  # of each group, as last set
-        self._lr_ratios = [rate / self.learning_rates[0] for rate in self.learning_rates]
-        self.lr_factor = self.learning_rates[0] / settings.optimizer.base_lr  # of the first group to the plan's
+        reported = self.learning_rates[0] if self.has_own_optimizer else settings.optimizer.base_lr
+        self._lr_ratios = [rate / reported for rate in self.learning_rates]
+        self.lr_factor = reported / settings.optimizer.base_lr  # of what is given to `step` to the plan's
         self.scaler = self._make_scaler()
         self.clock: Clock = _Start()  # the trainer replaces it
         self._noise = GradientNoise(settings, world.device)
@@ -118,7 +122,7 @@ class Strategy:
 
     def _make_model(self) -> nn.Module:
         """The task's model on this worker's device, and its optimizer."""
-        model = check_model(self.task, self.task.model()).to(self.world.device)
+        model = make_model(self.task).to(self.world.device)
         if self._plan.precision == "fp64":
             model = model.double()
         if self._plan.channels_last:
@@ -148,10 +152,17 @@ class Strategy:
             self.notices.append(_NO_HOST_SUM)
         return self.world.small_messages().sum
 
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze what --freeze names."""
+        if self._settings.optimizer.freeze is not None:
+            self.notices.append(freeze(model, self._settings.optimizer.freeze))
+
     def _make_optimizer(self, model: nn.Module) -> None:
+        self.freeze(model)
         own = make_task_optimizer(self.task.optimizer, model)
         self.has_own_optimizer = own is not None  # the task's
-        self.optimizer = make_optimizer(model, self._settings.optimizer) if own is None else own
+        factors = self.task.lr_factors
+        self.optimizer = make_optimizer(model, self._settings.optimizer, factors) if own is None else own
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
@@ -215,6 +226,24 @@ class Strategy:
         """This worker's buffers by their names in the whole model."""
         return self.module.named_buffers()
 
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this worker that are in the model's `state_dict`."""
+        persistent = {id(tensor) for tensor in self.module.state_dict(keep_vars=True).values()}
+        return {name: buffer for name, buffer in self.named_buffers() if id(buffer) in persistent}
+
+    @cached_property
+    def average(self) -> WeightAverage | None:
+        """The moving average of the weights, if that is set; made when it is first needed."""
+        decay = self._settings.optimizer.ema
+        if decay is None:
+            return None
+        return WeightAverage(decay, self.shards(), self.persistent_buffers(), self.shards_changed)
+
+    def update_average(self) -> None:
+        """After a step: update the moving average of the weights, if that is set."""
+        if self.average is not None:
+            self.average.update()
+
     def average_buffers(self) -> None:
         """Set the buffers (running statistics) of all workers to their mean."""
         group = self.world.data
@@ -268,7 +297,7 @@ class Strategy:
                 return loss
         model = self._model if is_full else self._eager
         try:
-            with self._gradient_sync(span.is_last), _absent(self.module, batch.is_padding):
+            with self._gradient_sync(span.is_last), absent(self.module, batch.is_padding):
                 with self._noise.on_samples(model, batch, self.clock.epoch):
                     loss = self._forward_backward(model, batch.data, batch.weight)
                 if self.noise_scale is not None:
@@ -303,12 +332,16 @@ class Strategy:
         """The model without communication."""
         return self._eager
 
+    def loss_of(self, model: nn.Module, data: Any) -> Any:
+        """What the task's loss returns."""
+        return self.task.loss(model, data)
+
     def _forward_backward(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         # Gradients are averaged over data-parallel workers, hence the factor of their number. The result is the
         # gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are. With a
         # count it is a sum over items, which the step divides by the number of all items.
         with self.autocast(), self.loss_weights.guarded(model) as guard:
-            loss, count = read_loss(self.task, self.task.loss(model, data))
+            loss, count = read_loss(self.task, self.loss_of(model, data))
         loss, factor = self.loss_weights.weigh(loss, count, weight, guard)
         self._backward(self.scaler.scale(loss * (factor * self.world.data.size)))
         return loss.detach() * (factor * self._loss_share)
@@ -354,15 +387,20 @@ class Strategy:
     # A step
 
     def step(self, learning_rate: float) -> None:
-        """Clip and apply the gradients at this learning rate of the first parameter group, then clear them."""
+        """Clip and apply the gradients at this learning rate, of which groups may have multiples, then clear them."""
         self._set_learning_rate(learning_rate)
-        self._collect_gradients()
-        self._divide_by_items(self._gradients())
-        self._finish_gradients()
-        start_momentum(self.optimizer, may_skip=self.scaler.is_enabled())
-        self.scaler.step(self.optimizer)
+        self._apply_gradients(self.optimizer)
         self.scaler.update()
         self.clear_gradients()
+        self.update_average()
+
+    def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step an optimizer with the gradients of all workers."""
+        self._collect_gradients()
+        self._divide_by_items(self._gradients())
+        self._finish_gradients(optimizer)
+        start_momentum(optimizer, may_skip=self.scaler.is_enabled())
+        self.scaler.step(optimizer)
 
     def _set_learning_rate(self, rate: float) -> None:
         check_learning_rates(self.optimizer, self.learning_rates)
@@ -386,7 +424,7 @@ class Strategy:
         own = self.loss_weights.own.clone()
         return own if self._is_trying else self.world.data.sum(own)
 
-    def _finish_gradients(self) -> None:
+    def _finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure and clip the gradient of the whole batch, then add noise to it."""
         # Clipping comes first. The norm of noise over d elements is sigma * sqrt(d): clipping both would leave next to
         # nothing of the gradient.
@@ -396,7 +434,7 @@ class Strategy:
         if meter is not None and self.scaler.is_enabled():
             scale = self.scaler.scale(torch.ones((), device=self.world.device))  # without waiting for the device
         if is_unscaled:
-            self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(optimizer)
         if meter is not None or clip_norm is not None:
             norm = self._gradient_norm()
             if clip_norm is not None:
@@ -586,7 +624,7 @@ class Strategy:
 
 
 @contextmanager
-def _absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
+def absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
     """Keep a padding sample out of every statistic."""
     if not is_padding:
         yield

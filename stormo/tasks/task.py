@@ -5,7 +5,7 @@ This file imports no torch, so that the options of a built-in task are read at o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -36,6 +36,9 @@ class Task:
     loss_reduction: ClassVar[Literal["mean", "sum", "local"]] = "mean"
     # Settings by field name that suit the task, {"optimizer": "adamw"}; whatever a user sets wins over them.
     defaults: ClassVar[Mapping[str, Any]] = {}
+    # Factors of the learning rate by patterns of parameter names, {"head.*": 10.0}; the first that fits a name counts.
+    lr_factors: Mapping[str, float] = {}
+    _initialise: Callable[[nn.Module], None] | None = None  # gives a new model the weights of --init-from, on rank 0
 
     def __init__(self, options: Any = None, **given: Any) -> None:
         options = type(self).Options() if options is None else options
@@ -57,7 +60,7 @@ class Task:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the data sets: a loading process that calls `collate` has the one it reads."""
-        return {**self.__dict__, "_datasets": None}
+        return {**self.__dict__, "_datasets": None, "_initialise": None}
 
     @classmethod
     def needs_data_for_facts(cls) -> bool:
@@ -115,6 +118,15 @@ class Task:
         Its learning rates are those for one worker's batch, as --base-lr is: --lr-rule, warm-up and decay multiply the
         learning rate of every group by the same factor. A scheduler of torch on it is refused: set --decay and
         --warmup-epochs, or the same in `defaults`. Parameters it does not hold are frozen.
+        """
+        return None
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer] | None:
+        """Several optimizers by name, each over parameters of its own; they step in this order, in every step.
+
+        Then `loss(self, model, batch, optimizer)` gets the name of the one whose turn it is, and returns its loss. Only
+        that one's parameters have gradients meanwhile. The loss of the first is the one that is reported. Such a task
+        has `metrics`, and runs on one device or with `ddp`.
         """
         return None
 

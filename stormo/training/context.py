@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,9 +164,20 @@ class RunContext:
             self.heartbeat(progress.step)
 
         strategy.average_buffers()
-        with strategy.swap_in_mean_weights():
+        with strategy.swap_in_mean_weights(), self._averaged():
             rounds = self.validation.run(strategy.validated, strategy.autocast)
             return metrics_or_signal(rounds, self.world, self.stop_flag, on_round)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Inside it, the model has the moving average of the weights, if that is set. All ranks enter it."""
+        strategy = self.state.strategy
+        if strategy.average is None:
+            yield
+            return
+        with strategy.average.swapped_in():
+            strategy.average_buffers()
+            yield
 
     def finish_epoch(self, metrics: dict[str, float], clock: TrainingClock, validation_time_s: float) -> EpochDone:
         """Count the epoch, and record it with its figures. All ranks call it."""

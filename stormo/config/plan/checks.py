@@ -69,6 +69,7 @@ def check_numbers(config: TrainConfig) -> None:
     for flag, value, example in (
         ("--momentum", optimizer.momentum, 0.9),
         ("--beta2", optimizer.beta2, 0.99),
+        ("--ema", optimizer.ema, 0.999),
         ("--outer-momentum", optimizer.outer_momentum, 0.9),
     ):
         if value is not None and not 0 <= value < 1:

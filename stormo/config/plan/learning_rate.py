@@ -73,13 +73,13 @@ def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmu
 
 def optimizer_text(config: TrainConfig) -> str:
     """The optimizer of the settings."""
-    return f"{config.optimizer.optimizer}: {_values(config)}{_clipping(config)}"
+    return f"{config.optimizer.optimizer}: {_values(config)}{_more(config)}"
 
 
 def task_optimizer_text(config: TrainConfig, name: str | None) -> str:
     """The optimizer of a task; without a name it is not known yet whether the task makes one."""
     otherwise = f", or {config.optimizer.optimizer} where its optimizer() returns None ({_values(config)})"
-    return f"the task's own{otherwise if name is None else f' {name}'}{_clipping(config)}"
+    return f"the task's own{otherwise if name is None else f' {name}'}{_more(config)}"
 
 
 def _values(config: TrainConfig) -> str:
@@ -93,6 +93,9 @@ def _values(config: TrainConfig) -> str:
     )
 
 
-def _clipping(config: TrainConfig) -> str:
-    norm = config.optimizer.clip_norm
-    return "" if norm is None else f"; gradient clipped to a norm of {norm:g}"
+def _more(config: TrainConfig) -> str:
+    norm, ema = config.optimizer.clip_norm, config.optimizer.ema
+    text = "" if norm is None else f"; gradient clipped to a norm of {norm:g}"
+    return text + (
+        "" if ema is None else f"; a moving average of the weights, decay {ema:g}, is validated and exported"
+    )
