@@ -93,7 +93,7 @@ class Diffusion(stormo.Task):
         return Clothes("train", self.options.num_images)
 
     def validation_data(self):
-        return Clothes("validation", 500)
+        return Clothes("validation", self.options.num_images // 4)
 
     def loss(self, model, batch):
         noisy, step, noise = batch

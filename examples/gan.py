@@ -88,7 +88,7 @@ class Gan(stormo.Task):
         return Clothes("train", self.options.num_images)
 
     def validation_data(self):
-        return Clothes("validation", 500)
+        return Clothes("validation", self.options.num_images // 4)
 
     def loss(self, model, batch, optimizer):
         images, noise = batch

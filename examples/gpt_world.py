@@ -29,7 +29,7 @@ model = GPT(args.width, args.depth, args.block)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 loader = world.loader(train, global_batch_size=args.batch, shuffle=True)
 checks = world.loader(validation, global_batch_size=args.batch)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, epochs=args.epochs, steps_per_epoch=len(loader))
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1))  # a warm-up
 model, optimizer, scheduler = world.wrap(model, optimizer, scheduler)
 
 state = world.load(args.folder)  # {} if there is none yet

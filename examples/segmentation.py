@@ -58,8 +58,6 @@ class Shapes(Dataset):
         return self.num_images
 
     def __getitem__(self, index):
-        if not 0 <= index < self.num_images:
-            raise IndexError(index)
         random = torch.Generator().manual_seed(self.seed + index)
         line = torch.linspace(0, 1, self.pixels)
         mask = torch.zeros(self.pixels, self.pixels, dtype=torch.int64)
@@ -81,7 +79,7 @@ class Segmentation(stormo.Task):
     class Options:
         width: int = option(8, "channels of the first level")
         pixels: int = option(32, "height and width of an image, a multiple of 4")
-        num_images: int = option(512, "images of an epoch")
+        num_images: int = option(512, "images of an epoch; validation has a quarter of that")
 
     def model(self):
         return UNet(self.options.width)
@@ -90,7 +88,7 @@ class Segmentation(stormo.Task):
         return Shapes(self.options.num_images, self.options.pixels, seed=0)
 
     def validation_data(self):
-        return Shapes(128, self.options.pixels, seed=10**9)
+        return Shapes(self.options.num_images // 4, self.options.pixels, seed=10**9)
 
     def loss(self, model, batch):
         images, masks = batch
