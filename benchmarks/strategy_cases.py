@@ -201,7 +201,7 @@ def _averaged(size: int) -> Iterator[Setup]:
             reference_flags=ema,
         )
     for mesh in ("shard=2,tensor=2", "pipeline=2,shard=2") if size == 4 else ():
-        yield replace(_mesh(size, mesh, **ema), reference_flags=ema)
+        yield replace(_mesh(size, mesh, ema=0.9), reference_flags=ema)
 
 
 CONTROL_SETUPS = (

@@ -138,6 +138,11 @@ def whole_state(parts: Parts) -> dict[str, Any]:
         **arrays(parts.strategy.module.named_parameters()),
         **arrays(parts.strategy.module.named_buffers()),
         **optimizer_arrays(parts.strategy),
+        **(
+            {}
+            if (average := parts.strategy.average) is None
+            else arrays((s.name + "/ema", t) for s, t in average.shards)
+        ),
         "loss_sum": float(parts.state.loss_sum),
         "torch_rng": torch.get_rng_state().numpy().copy(),
         "lr": [group["lr"] for group in parts.strategy.optimizer.param_groups],

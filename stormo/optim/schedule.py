@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
@@ -59,9 +59,9 @@ DECAYS: dict[str, Callable[[Schedule, float], float]] = {
 }
 
 
-def make_schedule(config: TrainConfig, plan: Plan, factor: float = 1.0) -> Schedule:
-    """The schedule of a run, times a factor."""
-    return Schedule(
+def make_schedule(config: TrainConfig, plan: Plan, factor: float = 1.0, *, is_constant: bool = False) -> Schedule:
+    """The schedule of a run, times a factor; constant where the task has a scheduler."""
+    made = Schedule(
         peak=plan.learning_rate * factor,
         start=plan.warmup_start * factor,
         warmup_steps=plan.warmup_steps,
@@ -71,3 +71,4 @@ def make_schedule(config: TrainConfig, plan: Plan, factor: float = 1.0) -> Sched
         decay_every=config.optimizer.decay_every,
         decay_factor=config.optimizer.decay_factor,
     )
+    return replace(made, warmup_steps=0, decay="none") if is_constant else made

@@ -140,7 +140,7 @@ def _scheduled(what: str) -> SettingError:
     return SettingError(
         what,
         "stormo sets the learning rates before every step, those of all groups by one factor",
-        "leave the scheduler out and set --decay and --warmup-epochs, or the same in the task's defaults",
+        "return the scheduler from scheduler(self, optimizer), or leave it out and set --decay and --warmup-epochs",
     )
 
 

@@ -19,7 +19,7 @@ from stormo.config.plan import Plan
 from stormo.data.loaders import Batch, Loader
 from stormo.distributed.world import World
 from stormo.errors import SettingError
-from stormo.optim.task_optimizer import JoinedOptimizer, make_task_optimizers, optimizer_notice, parameters_not_in
+from stormo.optim.task_optimizer import JoinedOptimizer, make_task_optimizers
 from stormo.parallel.base import Strategy, absent
 from stormo.parallel.coalesced import broadcast, copy, means
 from stormo.tasks.returned import unused_parameters
@@ -33,22 +33,19 @@ class Alternating(Strategy):
     """One device, or replicas of the model."""
 
     optimizer: JoinedOptimizer
+    _turn: str  # the optimizer whose turn it is; between the turns the first
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         _check(settings)
         self._held: list[Batch] = []  # the micro-batches of the step, for the second optimizer and later ones
         self._is_warming_up = False
-        self._turn = ""  # the optimizer whose turn it is
         super().__init__(world, plan, task, settings)
 
-    def _make_optimizer(self, model: nn.Module) -> None:
-        self.freeze(model)
-        self.optimizer = make_task_optimizers(self.task.optimizers, model)
-        self.has_own_optimizer = True
-        self._names = tuple(self.optimizer.parts)
+    def _task_optimizer(self, model: nn.Module) -> JoinedOptimizer:
+        made = make_task_optimizers(self.task.optimizers, model)
+        self._names = tuple(made.parts)
         self._turn = self._names[0]
-        out = parameters_not_in(self.optimizer, model)
-        self.notices.append(optimizer_notice(self.optimizer, out, self._settings, self._plan.learning_rate))
+        return made
 
     def _meter(self) -> None:
         return None

@@ -43,6 +43,7 @@ from stormo.optim.task_optimizer import (
     optimizer_notice,
     parameters_not_in,
 )
+from stormo.optim.task_scheduler import TaskScheduler
 from stormo.parallel.compression import HALF_DTYPES, PowerSgd
 from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, capture
 from stormo.parallel.exposed import ExposedWait
@@ -105,6 +106,8 @@ class Strategy:
         self.learning_rates = group_learning_rates(self.optimizer)  # of each group, as last set
         reported = self.learning_rates[0] if self.has_own_optimizer else settings.optimizer.base_lr
         self._lr_ratios = [rate / reported for rate in self.learning_rates]
+        self._reported_rate = reported
+        self.scheduler = self._make_scheduler()
         self.lr_factor = reported / settings.optimizer.base_lr  # of what is given to `step` to the plan's
         self.scaler = self._make_scaler()
         self.clock: Clock = _Start()  # the trainer replaces it
@@ -152,20 +155,45 @@ class Strategy:
             self.notices.append(_NO_HOST_SUM)
         return self.world.small_messages().sum
 
-    def freeze(self, model: nn.Module) -> None:
-        """Freeze what --freeze names."""
+    def _make_optimizer(self, model: nn.Module) -> None:
         if self._settings.optimizer.freeze is not None:
             self.notices.append(freeze(model, self._settings.optimizer.freeze))
-
-    def _make_optimizer(self, model: nn.Module) -> None:
-        self.freeze(model)
-        own = make_task_optimizer(self.task.optimizer, model)
+        own = self._task_optimizer(model)
         self.has_own_optimizer = own is not None  # the task's
         factors = self.task.lr_factors
         self.optimizer = make_optimizer(model, self._settings.optimizer, factors) if own is None else own
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
+
+    def _task_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        return make_task_optimizer(self.task.optimizer, model)
+
+    def _make_scheduler(self) -> TaskScheduler | None:
+        """The task's scheduler, if it makes one."""
+        if type(self.task).scheduler is Task.scheduler:
+            return None
+        interval = self.task.scheduler_interval
+        made = TaskScheduler(self.task.scheduler, self.optimizer, interval)
+        text = (
+            f"The task's {made.name} sets the learning rates, once {'a step' if interval == 'step' else 'an epoch'}; "
+        )
+        ignored = sorted(
+            self._settings.given & {"decay", "decay_every", "decay_factor", "warmup_epochs", "warmup_from"}
+        )
+        text += "warm-up and decay of the settings have no effect."
+        (self.warnings if ignored else self.notices).append(text)
+        return made
+
+    def step_scheduler(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
+        """After a step or an epoch: let the task's scheduler set the next learning rates, if that is its interval."""
+        if self.scheduler is not None and self.scheduler.interval == interval:
+            self.scheduler.step(metrics)
+
+    @property
+    def scheduler_factor(self) -> float:
+        """The factor of the reported learning rate that the task's scheduler has set."""
+        return 1.0 if self.scheduler is None else self.scheduler.rates[0] / self._reported_rate
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
@@ -262,6 +290,7 @@ class Strategy:
             "scaler": dict(self.scaler.state_dict()),
             "noise_scale": self.noise_scale.state() if self.noise_scale is not None else None,
             "stale_gradients": {str(age): number for age, number in (self.stale_gradients or {}).items()},
+            **({} if self.scheduler is None else {"scheduler": self.scheduler.state()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -270,6 +299,8 @@ class Strategy:
             self.scaler.load_state_dict(dict(state["scaler"]))
         if self.noise_scale is not None and state.get("noise_scale"):
             self.noise_scale.take(state["noise_scale"])
+        if self.scheduler is not None and "scheduler" in state:
+            self.scheduler.take(state["scheduler"])
 
     # A micro-batch
 
@@ -404,7 +435,10 @@ class Strategy:
 
     def _set_learning_rate(self, rate: float) -> None:
         check_learning_rates(self.optimizer, self.learning_rates)
-        self.learning_rates = [rate * ratio for ratio in self._lr_ratios]
+        if self.scheduler is None:
+            self.learning_rates = [rate * ratio for ratio in self._lr_ratios]
+        else:
+            self.learning_rates = [own * (rate / self._reported_rate) for own in self.scheduler.rates]
         for group, group_rate in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = group_rate
 

@@ -15,6 +15,7 @@ from stormo.errors import SettingError
 from stormo.tasks.task import Task
 
 REQUIRED = ("model", "train_data", "validation_data", "loss")
+HOOKS = ("on_train_start", "on_step_end", "on_validation_end", "on_epoch_end", "on_train_end")
 _NEAR = 0.85  # a letter more, less or other
 # What each method is called with, beside the task itself.
 _CALLED_WITH: dict[str, tuple[str, ...]] = {
@@ -28,9 +29,11 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "collate": ("samples",),
     "optimizer": ("model",),
     "optimizers": ("model",),
+    "scheduler": ("optimizer",),
     "tensor_plan": ("model",),
     "classifier": ("model",),
     "pieces": ("model",),
+    **dict.fromkeys(HOOKS, ("context",)),
     "fetch": (),
     "facts": (),
 }
@@ -56,6 +59,12 @@ def check_task(task_class: type[Task]) -> None:
             f"{name}.num_draws is {num_draws!r}",
             "it counts the random numbers that augment() gets for each sample",
             "set a whole number from 0",
+        )
+    if task_class.scheduler_interval not in ("step", "epoch"):
+        raise SettingError(
+            f"{name}.scheduler_interval is {task_class.scheduler_interval!r}",
+            "it says how often scheduler() is stepped",
+            'set it to "step" or "epoch"',
         )
     if not isinstance(task_class.lr_factors, Mapping | property):
         raise SettingError(

@@ -86,6 +86,15 @@ class EpochDone:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MetricLogged:
+    """A figure that a hook of the task has logged."""
+
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSampled:
     """The state of rank 0's node, with the keys of `stormo.energy.node_metrics`."""
 
@@ -139,6 +148,7 @@ Record = (
     | StepDone
     | ValidationProgress
     | EpochDone
+    | MetricLogged
     | NodeSampled
     | CheckpointSaved
     | Notice

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from stormo.system.files import make_folder, open_to_append
 from stormo.telemetry.folder import name_in_errors
-from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
+from stormo.telemetry.record import DivergenceNoticed, EpochDone, MetricLogged, Record, RunEnded, RunStarted, StepDone
 
 _CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 _CRC_MASK_DELTA = 0xA282EAD8
@@ -56,6 +56,8 @@ class TensorBoardFile:
             self._write_scalars(record.step, _step_scalars(record))
         elif isinstance(record, EpochDone):
             self._write_scalars(record.step, _epoch_scalars(record))
+        elif isinstance(record, MetricLogged):
+            self._write_scalars(record.step, {f"task/{record.name}": record.value})
         elif isinstance(record, DivergenceNoticed) and record.rolled_back_to_step is not None:
             self._open(record.rolled_back_to_step)  # later steps are discarded, as by a resume
         elif isinstance(record, RunEnded):

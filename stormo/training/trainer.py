@@ -150,7 +150,9 @@ class Trainer:
                     state=self._state,
                     loader=self._loader,
                     validation=self._validation,
-                    schedule=make_schedule(config, plan, self._strategy.lr_factor),
+                    schedule=make_schedule(
+                        config, plan, self._strategy.lr_factor, is_constant=self._strategy.scheduler is not None
+                    ),
                     stop_flag=self._stop_flag,
                     record=records.record,
                     save=records.save,

@@ -25,7 +25,7 @@ BLOCKS = [list(block) for _, block in itertools.groupby(COMMANDS, lambda command
 
 def test_no_block_is_left_out() -> None:
     assert TEXT.count("```") == 2 * (len(FILES) + TEXT.count("```console"))
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 15
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block[0].text)

@@ -84,8 +84,12 @@ def _trained(world: World, task: Any, flags: dict[str, Any]) -> tuple[Any, Any]:
     before = [shard.local.detach().clone() for shard in parts.strategy.shards()]
     with average.swapped_in():
         kept = [(s.name, s.whole_shape, s.offset, s.local.detach().numpy().copy(), s.is_saved) for s in _shards(parts)]
+        parts.strategy.module.eval()
+        with torch.no_grad():
+            loss = float(parts.task.loss(parts.strategy.validated, next(parts.loader.first_and_last()).data))
+    total = float(world.sum(torch.tensor(loss, dtype=torch.float64))) / world.size
     assert all(torch.equal(old, shard.local) for old, shard in zip(before, parts.strategy.shards(), strict=True))
-    return kept, arrays(average.buffers.items())
+    return kept, {**arrays(average.buffers.items()), "validated": total}
 
 
 def _shards(parts: Parts) -> list[Any]:

@@ -17,7 +17,7 @@ import pytest
 from stormo.cli import main
 from stormo.data.staging.node_cache import stage
 from stormo.telemetry.text import format_bytes
-from tests import programs
+from tests import forked, programs
 from tests.data.staging.task import write_points
 
 ROOT = Path(__file__).parents[3]
@@ -77,7 +77,7 @@ def test_a_training_whose_worker_is_killed_leaves_no_copy(place: Path, monkeypat
     left: list[Path] = []
 
     def start_workers(*_: Any) -> int:
-        worker = programs.fork(_stage_and_die, (str(place / "data"), str(place / "local")))
+        worker = forked.fork(_stage_and_die, (str(place / "data"), str(place / "local")))
         worker.join()
         left.extend((place / "local").iterdir())
         return 1
