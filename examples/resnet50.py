@@ -1,10 +1,8 @@
-"""ResNet-50 on a folder of images, `train/CLASS/*.png` and `val/CLASS/*.png`, as ImageNet is laid out.
+"""ResNet-50 on a folder of images, `train/CLASS/*.png` and `val/CLASS/*.png`, as ImageNet is laid out (needs Pillow).
 
     stormo train examples/resnet50.py                                                  # small and made up: seconds
     stormo train examples/resnet50.py --task.size resnet50 --task.data-folder /data/imagenet --precision bf16 \
         --batch-size 256 --epochs 90 --warmup-epochs 5 --decay cosine --num-gpus 8
-
-The images are read with Pillow (`pip install pillow`).
 """
 
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Bottleneck(nn.Module):
         super().__init__()
         inner = [*_norm_conv(channels, width, 1), nn.ReLU(), *_norm_conv(width, width, 3, stride), nn.ReLU()]
         self.layers = nn.Sequential(*inner, *_norm_conv(width, 4 * width, 1))
-        is_same = channels == 4 * width and stride == 1
+        is_same = stride == 1 and channels == 4 * width
         self.shortcut = nn.Identity() if is_same else nn.Sequential(*_norm_conv(channels, 4 * width, 1, stride))
 
     def forward(self, x):
@@ -72,8 +70,8 @@ class ImageFolder(torch.utils.data.Dataset):
         share, across, down, flip = torch.rand(4).tolist() if self.augment else (1.0, 0.5, 0.5, 1.0)
         side = round(min(image.size) * (0.35 + 0.65 * share))
         left, top = round(across * (image.width - side)), round(down * (image.height - side))
-        image = image.crop((left, top, left + side, top + side)).resize((self.pixels, self.pixels))
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+        image = image.resize((self.pixels, self.pixels), box=(left, top, left + side, top + side))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
         return (pixels.flip(2) if flip < 0.5 else pixels), label
 
 
@@ -89,13 +87,11 @@ class ResNet50(stormo.Task):
         size: Literal["tiny", "resnet50"] = option("tiny", "resnet50 for the network of the paper, on 224 pixels")
 
     def fetch(self):
-        """Runs in one process of each node, before the data are read anywhere."""
         if self.options.data_folder == "made-up-images" and not Path(self.options.data_folder).exists():
             _draw(Path(self.options.data_folder))
 
     def model(self):
-        _, width, depths = SIZES[self.options.size]
-        return ResNet(width, depths, len(self.datasets()[0].classes))
+        return ResNet(*SIZES[self.options.size][1:], len(self.datasets()[0].classes))
 
     def train_data(self):
         return ImageFolder(Path(self.options.data_folder) / "train", SIZES[self.options.size][0], augment=True)
@@ -105,19 +101,20 @@ class ResNet50(stormo.Task):
 
     def loss(self, model, batch):
         images, labels = batch
-        return cross_entropy(model(images), labels, label_smoothing=0.1 * model.training)
+        return cross_entropy(model(images), labels, label_smoothing=0.1)
 
     def metrics(self, model, batch):
         images, labels = batch
-        return {"loss": self.loss(model, batch) * len(labels), "accuracy": (model(images).argmax(1) == labels).sum()}
+        scores = model(images)
+        return {"loss": cross_entropy(scores, labels, reduction="sum"), "accuracy": (scores.argmax(1) == labels).sum()}
 
 
 def _draw(folder):
     """Noisy images, a colour for each class."""
     random = np.random.default_rng(0)
-    for part, count in (("train", 64), ("val", 16)):
-        for channel, name in enumerate(("red", "green", "blue")):
-            (folder / part / name).mkdir(parents=True)
-            for n in range(count):
-                noise = random.integers(0, 128, (40, 40, 3)) + 127 * np.eye(3, dtype=int)[channel]
-                Image.fromarray(noise.astype(np.uint8)).save(folder / part / name / f"{n}.png")
+    for channel, name in enumerate(("red", "green", "blue")):
+        for n in range(80):
+            file = folder / ("train" if n < 64 else "val") / name / f"{n}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            noise = random.integers(0, 128, (40, 40, 3)) + 127 * np.eye(3, dtype=int)[channel]
+            Image.fromarray(noise.astype(np.uint8)).save(file)
