@@ -5,7 +5,8 @@
 Every step is a command or a short program that a newcomer would type, in a fresh virtual environment, and is checked by
 what it leaves behind. To save minutes, torch and the other packages come from the environment that runs this, by a .pth
 file; `--fresh` installs them all instead, with the versions of constraints.txt. `--extras` installs more of stormo's
-extras. A step whose packages are not installed is skipped, by name. The last line is `RESULT steps=… failed=… skipped=… seconds=…`.
+extras. A step whose packages are not installed is skipped, by name. The last line is `RESULT steps=… failed=…
+skipped=… seconds=…`.
 """
 
 from __future__ import annotations
