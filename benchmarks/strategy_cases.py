@@ -14,6 +14,8 @@ OPTIMIZERS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
     "larc": (0.1, {"nesterov": True}),
     "lamb": (0.01, {}),
     "novograd": (0.01, {}),
+    "muon": (0.02, {"eps": 1e-6}),
+    "schedule-free-adamw": (0.003, {"eps": 1e-6}),
 }
 NAMES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive", "server", "mesh")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -223,7 +225,8 @@ CONTROL_SETUPS = (
     ),
 )
 _QUICK_MESHES = ("shard=2,tensor=2", "pipeline=2,tensor=2", "pipeline=2,replicate=2")
-_CONTROL_OPTIMIZERS = {"layer norms": ("lars", "novograd", "lamb"), "clipping": ("sgd",)}
+_MUON_QUICK = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+_CONTROL_OPTIMIZERS = {"layer norms": ("lars", "novograd", "muon", "lamb"), "clipping": ("sgd",)}
 
 
 def setups(size: int) -> list[Setup]:
@@ -244,16 +247,21 @@ def _is_quick(setup: Setup, task: str) -> bool:
 def _optimizers(setup: Setup, task: str, *, quick: bool) -> Sequence[str]:
     if setup.control:
         return _CONTROL_OPTIMIZERS[setup.control][-1:] if quick else _CONTROL_OPTIMIZERS[setup.control]
-    if quick and task != "GAN":
-        return ("lamb",)
     if task == "GAN":
         return ("adamw",)  # the task's own
+    if quick:
+        return ("lamb", "muon") if setup.num_workers == 4 or setup.strategy in _MUON_QUICK else ("lamb",)
     if task == "WideResNet":
-        return ("sgd", "adamw", "lars", "lamb") if setup.num_workers == 2 else ("lamb",)
+        return ("sgd", "adamw", "lars", "lamb", "muon") if setup.num_workers == 2 else ("lamb", "muon")
     # All where it is fast: what a number of workers can spoil, these show. Every element is stepped by itself under
-    # adamw; lamb takes the norms of whole layers as well.
-    by_size = {2: tuple(OPTIMIZERS), 3: ("sgd", "lamb"), 4: ("sgd", "adamw", "lamb")}
-    return by_size.get(setup.num_workers, ("adamw", "lamb"))
+    # adamw; lamb takes the norms of whole layers as well, and muon needs all of a matrix.
+    every = [name for name in OPTIMIZERS if name != "schedule-free-adamw" or setup.strategy != "server"]
+    by_size: dict[int, Sequence[str]] = {
+        2: every,
+        3: ("sgd", "lamb", "muon"),
+        4: ("sgd", "adamw", "lamb", "muon"),
+    }
+    return by_size.get(setup.num_workers, ("adamw", "lamb", "muon"))
 
 
 def cases(strategies: Sequence[str], *, quick: bool) -> list[Case]:

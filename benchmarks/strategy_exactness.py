@@ -67,8 +67,8 @@ class Compared:
 
 
 def _parts_alone(strategy: Strategy) -> None:
-    """Let a layer-wise optimizer take the norms of parts for those of layers."""
-    strategy.optimizer.global_squares = None  # type: ignore[attr-defined]
+    """Let a layer-wise optimizer take parts for whole layers."""
+    strategy.optimizer.global_squares = strategy.optimizer.exchange = None  # type: ignore[attr-defined]
 
 
 def _clip_alone(strategy: Strategy) -> None:

@@ -26,7 +26,9 @@ Names = Mapping[Tensor, str]  # of parameters
 # Scalars that torch's optimizers keep in host memory, unless the step runs inside a kernel or a graph.
 _HOST_SCALARS = frozenset({"step", "mu_product"})
 # State with one value for each of the parameter's.
-_LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"})
+_LIKE_PARAMETER = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "z"}
+)
 _ABSENT = -(2**62)
 _DIGITS = 15  # hexadecimal ones, which fit a 64-bit number
 _Described = Mapping[str, tuple[str, list[int], bool]]  # name: dtype, shape, whether it is in the model's state_dict

@@ -12,10 +12,14 @@ from torch.optim import Optimizer
 
 from stormo.config import schema
 from stormo.errors import SettingError
+from stormo.optim.schedule_free import begin_training, is_schedule_free
 from stormo.optim.table import skip_compiler_import, skip_compiler_in_step
 
 # Settings without effect on a task's optimizer.
-IGNORED = ("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay")
+IGNORED = (
+    *("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay"),
+    *("ns_steps", "adjust_lr", "adamw_lr"),
+)
 _MAX_NAMED = 3  # frozen parameters
 
 
@@ -36,6 +40,8 @@ def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> O
         # Never stepped: its gradients would only accumulate, and count in clipping.
         model.get_parameter(name).requires_grad_(False)
     skip_compiler_in_step(optimizer)
+    if is_schedule_free(optimizer):
+        begin_training(optimizer)
     return optimizer  # type: ignore[no-any-return]
 
 
@@ -63,6 +69,9 @@ def make_task_optimizers(make: Callable[[nn.Module], Any], model: nn.Module) -> 
     for name, part in parts.items():
         _check(f"optimizers() returned a {type(part).__name__} as {name}", part, model)
         skip_compiler_in_step(part)
+        if is_schedule_free(part):
+            said = f"optimizers() returned a {type(part).__name__} as {name}"
+            raise SettingError(said, "its averages are for a single optimizer", "return another, such as AdamW")
     held = [id(p) for part in parts.values() for group in part.param_groups for p in group["params"]]
     if len(held) > len(set(held)):
         raise SettingError(

@@ -33,8 +33,11 @@ from stormo.layers.sync_batch_norm import (
     local_statistics,
     set_absent,
 )
+from stormo.optim import schedule_free
+from stormo.optim.muon import Muon
 from stormo.optim.parameter_names import freeze
-from stormo.optim.table import make_optimizer, start_momentum
+from stormo.optim.schedule_free import is_schedule_free
+from stormo.optim.table import make_optimizer, muon_notice, start_momentum
 from stormo.optim.task_optimizer import (
     IGNORED,
     check_learning_rates,
@@ -60,6 +63,11 @@ _SPARSE = "the model has sparse gradients"
 _NO_HOST_SUM = (
     "Statistics of batch norm are summed by NCCL: the workers' slices could not share host memory, which is faster."
 )
+_OTHER_STATISTICS = (
+    "The statistics of batch norm are those of the weights that are trained, and validation uses the average of these "
+    "weights: its accuracy may be too low. Layer norm and group norm have no statistics."
+)
+_BATCH_NORMS = (BatchNormBase, SynchronisedNorm, LocalNorm)
 # Settings of the optimizer that need dense gradients, and why.
 _NEED_DENSE = (
     ("noise_scale", "which are compared by their norms"),
@@ -162,6 +170,11 @@ class Strategy:
         self.has_own_optimizer = own is not None  # the task's
         factors = self.task.lr_factors
         self.optimizer = make_optimizer(model, self._settings.optimizer, factors) if own is None else own
+        if own is None and isinstance(self.optimizer, Muon):
+            self.notices.append(muon_notice(model, self.optimizer))
+        has_batch_norms = any(isinstance(layer, _BATCH_NORMS) for layer in model.modules())
+        if is_schedule_free(self.optimizer) and has_batch_norms:
+            self.warnings.append(_OTHER_STATISTICS)
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
@@ -179,7 +192,8 @@ class Strategy:
             f"The task's {made.name} sets the learning rates, once {'a step' if interval == 'step' else 'an epoch'}; "
         )
         ignored = sorted(
-            self._settings.given & {"decay", "decay_every", "decay_factor", "warmup_epochs", "warmup_from"}
+            self._settings.given
+            & {"decay", "decay_every", "decay_factor", "decay_share", "warmup_epochs", "warmup_from"}
         )
         text += "warm-up and decay of the settings have no effect."
         (self.warnings if ignored else self.notices).append(text)
@@ -221,10 +235,9 @@ class Strategy:
         """Which layers the model has, of those that the plan depends on; None if other workers have them."""
         if self._plan.layout.mesh.pipeline > 1:
             return {"has_convolutions": None, "has_batch_norms": None}
-        norms = (BatchNormBase, SynchronisedNorm, LocalNorm)
         return {
             "has_convolutions": any(parameter.ndim == 4 for parameter in self.module.parameters()),
-            "has_batch_norms": any(isinstance(layer, norms) for layer in self.module.modules()),
+            "has_batch_norms": any(isinstance(layer, _BATCH_NORMS) for layer in self.module.modules()),
         }
 
     def optimizer_params(self) -> list[nn.Parameter]:
@@ -289,6 +302,7 @@ class Strategy:
         return {
             "scaler": dict(self.scaler.state_dict()),
             "noise_scale": self.noise_scale.state() if self.noise_scale is not None else None,
+            "schedule_free": schedule_free.counters(self.optimizer) if is_schedule_free(self.optimizer) else None,
             "stale_gradients": {str(age): number for age, number in (self.stale_gradients or {}).items()},
             **({} if self.scheduler is None else {"scheduler": self.scheduler.state()}),
         }
@@ -301,6 +315,20 @@ class Strategy:
             self.noise_scale.take(state["noise_scale"])
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.take(state["scheduler"])
+        if is_schedule_free(self.optimizer) and state.get("schedule_free"):
+            schedule_free.resume(self.optimizer, state["schedule_free"])
+            self.shards_changed()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside it, the weights are those that are validated and saved: of a schedule-free optimizer, its averages."""
+        if not is_schedule_free(self.optimizer):
+            yield
+            return
+        with schedule_free.averaged(self.optimizer):
+            self.shards_changed()
+            yield
+        self.shards_changed()
 
     # A micro-batch
 

@@ -45,9 +45,10 @@ SHOWN = frozenset(
         *("sync_batch_norm", "micro_batches"),  # over which samples batch norm takes its statistics
         # learning rate
         *("base_lr", "base_batch_size", "lr_rule", "warmup_epochs", "warmup_from"),
-        *("decay", "decay_every", "decay_factor", "epochs"),  # a decay ends with the last epoch
+        *("decay", "decay_every", "decay_factor", "decay_share", "epochs"),  # a decay ends with the last epoch
         # step
         *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm", "ema"),
+        *("ns_steps", "adjust_lr", "adamw_lr"),
         *("gradient_noise_batch", "gradient_noise", "gradient_noise_decay"),
         *("average_every", "outer_lr", "outer_momentum"),
         *("staleness", "compress", "compress_rank"),

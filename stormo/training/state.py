@@ -89,6 +89,7 @@ class Progress:
     validation: dict[str, float] | None = None  # of the last validated epoch
     best_validation: dict[str, float] | None = None
     sample_order_sha256: str = ""  # chain over every sample trained on, in order
+    stream: dict[str, Any] | None = None  # a bookmark in the training stream
 
     def advance(self, samples: Tensor) -> None:
         """Count one global batch of these samples."""
@@ -284,7 +285,8 @@ def _problem(state: Mapping[str, Any]) -> str | None:
         return "has no valid world_size"
     ages = state.get("stale_gradients", {})
     is_valid = fits(ages, dict[str, int]) and fits(state.get("noise_scale"), list[float] | None)
-    return None if is_valid else "has no valid stale_gradients or noise_scale"
+    is_valid &= fits(state.get("schedule_free"), list[dict[str, float]] | None)
+    return None if is_valid else "has no valid stale_gradients, noise_scale or schedule_free"
 
 
 def _names(strategy: Strategy) -> dict[Any, str]:

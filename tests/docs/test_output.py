@@ -106,8 +106,8 @@ def test_metrics_for_prometheus() -> None:
 def test_optimizers_with_their_defaults() -> None:
     text = read(DOCS / "optimizers.md")
     names = {"beta2": "beta2", "eps": "eps", "trust_coefficient": "trust coefficient"}
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE))
-    assert OPTIMIZER_DEFAULTS.keys() == rows.keys() - {"LAMB", "NovoGrad"}
+    rows = dict(re.findall(r"^\| `([\w-]+)` \|(.*)\|$", text, re.MULTILINE))
+    assert OPTIMIZER_DEFAULTS.keys() == rows.keys() - {"LAMB", "Muon", "NovoGrad"}
     for name, defaults in OPTIMIZER_DEFAULTS.items():
         assert "arxiv.org/abs/" in rows[name] or name == "larc"
         for setting in defaults.keys() & names.keys():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from stormo.config.plan.batch import per_worker
-from stormo.config.schema import TrainConfig
+from stormo.config.schema import CYCLE_END, CYCLE_START, DECAY_SHARES, TrainConfig
 from stormo.errors import pluralize
 
 
@@ -62,11 +62,17 @@ def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmu
     elif warmup_steps:
         epochs = pluralize(f"{optimizer.warmup_epochs:g}", "epoch")
         text += f"; warm-up from {sign}{start:g} over {epochs} = {pluralize(warmup_steps, 'step')}"
+    share = optimizer.decay_share or DECAY_SHARES.get(optimizer.decay, 0.0)
+    stable = f"; then constant to epoch {config.stop.epochs * (1 - share):g}, and "
     decays = {
         "none": "",
         "cosine": f"; then cosine decay to 0 at epoch {config.stop.epochs}",
         "linear": f"; then linear decay to 0 at epoch {config.stop.epochs}",
         "step": f"; then × {optimizer.decay_factor:g} every {pluralize(f'{optimizer.decay_every:g}', 'epoch')}",
+        "wsd": f"{stable}linear decay to 0 at epoch {config.stop.epochs}",
+        "wsd-sqrt": f"{stable}decay by 1 - √ to 0 at epoch {config.stop.epochs}",
+        "one-cycle": f"; one cycle from {sign}{learning_rate * CYCLE_START:g}, at its top after {1 - share:.0%} of the "
+        f"steps, to {sign}{learning_rate * CYCLE_END:g} at epoch {config.stop.epochs}",
     }
     return text + decays[optimizer.decay]
 
@@ -83,13 +89,12 @@ def task_optimizer_text(config: TrainConfig, name: str | None) -> str:
 
 
 def _values(config: TrainConfig) -> str:
-    settings = config.optimizer
-    values = {"momentum": settings.momentum, "Nesterov": settings.nesterov}
-    values |= settings.specific_options() | {"weight decay": settings.weight_decay}
+    values = config.optimizer.specific_options() | {"weight decay": config.optimizer.weight_decay}
     return ", ".join(
-        name.replace("_", " ") + ("" if value is True else f" {value:g}")
+        name.replace("_", " ").replace("nesterov", "Nesterov")
+        + ("" if value is True else f" {value}" if isinstance(value, str) else f" {value:g}")
         for name, value in values.items()
-        if value is not False
+        if value is not False and value is not None
     )
 
 
