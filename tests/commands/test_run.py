@@ -30,9 +30,8 @@ def _environ() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _start(*words: str, cwd: Path | None = None, is_forked: bool = True) -> subprocess.Popen[str]:
-    popen = forked.Popen if is_forked else subprocess.Popen[str]
-    return popen(
+def _start(*words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    return forked.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -209,7 +208,7 @@ def test_a_loading_process_that_runs_the_script_again_is_reported(tmp_path: Path
         "data = DataLoader(range(8), 2, num_workers=1, multiprocessing_context='spawn')\n"
         "for batch in world.loader(data):\n    pass\n"
     )
-    code, _, err = _end(_start(str(tmp_path / "spawns.py"), is_forked=False))
+    code, _, err = _end(_start(str(tmp_path / "spawns.py")))
     assert code != 0
     assert 'put all but definitions under if __name__ == "__main__":.' in err
 
