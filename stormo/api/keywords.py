@@ -111,6 +111,9 @@ class TrainSettings(TypedDict, total=False):
     seed: int | None
     deterministic: bool | None
     tensorboard: bool | None
+    mlflow: bool | None
+    wandb: bool | None
+    sinks: str | None
     prometheus: int | None
     prometheus_host: str | None
 

@@ -312,6 +312,11 @@ class Run:
     seed: int = option(0, "seed of everything that is random", common=True)
     deterministic: bool = option(False, "the same bits every time, at some speed")
     tensorboard: bool = option(True, "write TensorBoard event files")
+    mlflow: bool = option(False, "record the run in MLflow, where MLFLOW_TRACKING_URI says")
+    wandb: bool = option(False, "record the run in Weights & Biases; offline without a login, or as WANDB_MODE says")
+    sinks: str | None = option(
+        None, "record the run with sinks of other packages, see docs/tracking.md", metavar="NAMES"
+    )
     prometheus: int | None = option(None, "serve metrics for Prometheus at this port", metavar="PORT")
     prometheus_host: str = option("127.0.0.1", "address to serve Prometheus on", metavar="HOST")
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from stormo.errors import SettingError, StormoError
 
 INTERVALS = ("step", "epoch")
+_OTHERS = ("momentum", "betas")
 _PAIRS = "pairs"  # how JSON holds a dict whose keys are not all text
 
 
@@ -69,7 +70,7 @@ class TaskScheduler:
     def _set_others(self) -> None:
         """Give the optimizer what else a scheduler may set: momentum, betas."""
         for group, twin in zip(self._optimizer.param_groups, self._twin.param_groups, strict=True):
-            group.update({key: value for key, value in twin.items() if key not in ("params", "lr")})
+            group.update({key: twin[key] for key in _OTHERS if key in twin})
 
     def state(self) -> dict[str, Any]:
         """Its state and that of the twin's groups, as plain values."""
@@ -105,7 +106,7 @@ class TaskScheduler:
 
 def _kept(group: Mapping[str, Any]) -> list[str]:
     """What a scheduler sets in a parameter group."""
-    return [key for key in ("lr", "initial_lr", "momentum", "betas", "max_lr", "min_lr") if key in group]
+    return [key for key in ("lr", "initial_lr", "max_lr", "min_lr", *_OTHERS) if key in group]
 
 
 def _like(stored: Any, own: Any) -> Any:

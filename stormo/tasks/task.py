@@ -33,7 +33,7 @@ class Context:
     step: int  # optimizer steps since the start of the run
     metrics: Mapping[str, float]  # of the validation; nothing before one
     model: nn.Module  # as a validation calls it
-    log: Callable[[str, float], None]  # a name and a number, for events.jsonl and TensorBoard; that of rank 0 counts
+    log: Callable[[str, Any], None]  # a name and a number, an image or a figure; that of rank 0 counts
 
 
 class Task:

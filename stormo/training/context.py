@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow
 from stormo.system.signals import StopFlag
 from stormo.tasks.task import Context, Task
-from stormo.telemetry.record import EpochDone, MetricLogged, NodeSampled, Notice, Record, StepDone, ValidationProgress
+from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.media import log_value
+from stormo.telemetry.record import EpochDone, NodeSampled, Notice, Record, StepDone, ValidationProgress
 from stormo.training.clock import AnyNodeRecorder, TrainingClock
 from stormo.training.divergence import Diverged, LossMonitor, patience_steps
 from stormo.training.state import RunState
@@ -47,6 +50,7 @@ class RunContext:
     heartbeat: Callable[[int], None]
     node_recorder: AnyNodeRecorder
     profile: ProfileWindow
+    run_folder: Path = Path()  # where pictures that are logged go
     roll_back: Callable[[Diverged], bool] = lambda diverged: False  # to a good checkpoint, where that is set
     last_learning_rate: float = 0.0
     _recorded_sample: Mapping[str, Any] | None = None  # the newest sample of the node that was recorded
@@ -201,11 +205,11 @@ class RunContext:
         if model.training != was_training:
             model.train(was_training)
 
-    def _log(self, name: str, value: float) -> None:
+    def _log(self, name: str, value: Any) -> None:
         if not isinstance(name, str):
             raise SettingError(f"log({name!r}, …) was called", "a figure has a name", "write log(name, value)")
         if self.world.is_main:
-            self.record(MetricLogged(step=self.state.progress.step, name=name, value=float(value)))
+            self.record(log_value(RunFolder(self.run_folder), name, value, self.state.progress.step))
 
     def finish_epoch(self, metrics: dict[str, float], clock: TrainingClock, validation_time_s: float) -> EpochDone:
         """Count the epoch, and record it with its figures. All ranks call it."""

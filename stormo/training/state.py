@@ -89,6 +89,7 @@ class Progress:
     validation: dict[str, float] | None = None  # of the last validated epoch
     best_validation: dict[str, float] | None = None
     sample_order_sha256: str = ""  # chain over every sample trained on, in order
+    stream: dict[str, Any] | None = None  # a bookmark in the training stream
 
     def advance(self, samples: Tensor) -> None:
         """Count one global batch of these samples."""

@@ -155,7 +155,8 @@ class Trainer:
                     ),
                     stop_flag=self._stop_flag,
                     record=records.record,
-                    save=records.save,
+                    run_folder=records.run_folder,
+                    save=self._save,
                     heartbeat=self._reporter.alive,
                     node_recorder=self._node_recorder,
                     profile=profile,
@@ -175,6 +176,11 @@ class Trainer:
         else:
             records.end(outcome.stopped_by)
         return _exit_code(outcome)
+
+    def _save(self, metric: float | None) -> None:
+        progress = self._state.progress
+        progress.stream = self._loader.bookmark(progress.epoch, progress.position)
+        self._records.save(metric)
 
     def close(self) -> None:
         """End loading processes, remove staged data, close the energy account and leave the process group."""
@@ -326,6 +332,7 @@ class Trainer:
             if self._has_nothing_to_do:
                 self._records.close_unchanged()
                 return
+            self._loader.resume_from(self._state.progress.stream)
             if config.resumed is not None:
                 progress = self._state.progress
                 check_single_samples(self._strategy, self._loader, self.plan, progress, self._checked_steps)

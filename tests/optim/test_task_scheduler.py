@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
+from stormo.config import schema
 from stormo.errors import SettingError, StormoError
 from stormo.optim.schedule import make_schedule
+from stormo.optim.table import make_optimizer
+from stormo.optim.task_optimizer import JoinedOptimizer
 from stormo.optim.task_scheduler import TaskScheduler
 from stormo.training.loop import train
 from tests.tiny_task import Tiny
@@ -65,6 +68,21 @@ def test_it_sets_what_torch_sets_and_resumes_from_json(name: str) -> None:
     resumed.take(json.loads(json.dumps(whole.state())))
     assert resumed.rates == whole.rates
     assert _advance(resumed, 4, 8) == _advance(whole, 4, 8) == expected[4:]
+
+
+@pytest.mark.parametrize("name", ["lamb", "joined"])
+def test_stormos_own_optimizers_take_one(name: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(model, schema.Optimizer(optimizer="lamb", base_lr=0.1))
+    if name == "joined":
+        one, two = torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias], lr=0.3)
+        optimizer = JoinedOptimizer({"one": one, "two": two})
+    scheduler = TaskScheduler(EVERY["OneCycleLR" if name == "lamb" else "ExponentialLR"], optimizer, "step")
+    before = scheduler.rates
+    scheduler.step()
+    assert len(scheduler.rates) == 2
+    assert scheduler.rates != before
+    assert optimizer.param_groups[0]["params"] == [model.weight]
 
 
 @pytest.mark.parametrize(

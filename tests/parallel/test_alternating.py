@@ -78,6 +78,7 @@ def test_a_resumed_run_has_the_same_bits(run_ranks: Ranks, tmp_path: Path) -> No
     [
         ({"strategy": "fsdp"}, "strategy fsdp was set, but Gan has several optimizers, which step whole replicas in "),
         ({"batch_size": "auto", "global_batch_size": None}, "--batch-size auto was set, but the task has several "),
+        ({"compile": True}, "--compile was set, but the task has several optimizers, whose losses call parts of the "),
         ({"gradient_noise": 0.1}, "--gradient-noise 0.1 was set, but the task has several optimizers, and it is for "),
     ],
 )
@@ -146,3 +147,16 @@ def test_the_class_is_checked_before_anything_starts() -> None:
         with pytest.raises(SettingError) as refused:
             check_task(wrong)
         assert str(refused.value).startswith(said)
+
+
+@pytest.mark.gpu
+def test_a_gpu_steps_as_a_cpu() -> None:
+    trained = []
+    for device in (torch.device("cuda", 0), torch.device("cpu")):
+        parts = build(World(alone(), device), task_class=_gan, ema=0.9, device=device.type, **FLAGS)  # type: ignore[arg-type]
+        parts.strategy.warm_up(parts.loader)
+        steps(parts, 5)
+        trained.append(whole_state(parts))
+    for name, value in trained[1].items():
+        if name.endswith(("weight", "bias", "ema", "exp_avg")):
+            np.testing.assert_allclose(trained[0][name], value, rtol=1e-8, atol=1e-12)

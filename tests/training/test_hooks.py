@@ -12,7 +12,7 @@ from stormo.tasks.check import check_task
 from stormo.tasks.task import Context
 from stormo.telemetry.events import EventFile, read_events
 from stormo.telemetry.folder import RunFolder
-from stormo.telemetry.record import EpochDone, MetricLogged
+from stormo.telemetry.record import EpochDone, ValueLogged
 from stormo.training.loop import train
 from tests.tiny_task import Tiny
 from tests.training.test_loop import prepare
@@ -31,7 +31,7 @@ class Watched(Tiny):
 
     def on_step_end(self, context: Context) -> None:
         self.seen.append(("step", context.epoch, context.step))
-        context.log("norm", torch.tensor(float(context.step)))  # type: ignore[arg-type]
+        context.log("norm", torch.tensor(float(context.step)))
         context.model.eval()  # as one that draws samples
 
     def on_validation_end(self, context: Context) -> None:
@@ -62,7 +62,7 @@ def test_they_are_called_in_order_and_leave_the_model_in_its_mode(tmp_path: Any)
     ]
     assert task.seen == [("start", 1, 0), *epochs[0], *epochs[1], ("end", 3, 6, "accuracy", "loss")]
     assert modes.count(True) >= 6
-    logged = run.of(MetricLogged)
+    logged = run.of(ValueLogged)
     assert [(one.step, one.value) for one in logged if one.name == "norm"] == [(step, step) for step in range(1, 7)]
     gaps = [one.value for one in logged if one.name == "gap"]
     assert gaps == [done.train_loss - done.validation["loss"] for done in run.of(EpochDone)]
@@ -70,7 +70,7 @@ def test_they_are_called_in_order_and_leave_the_model_in_its_mode(tmp_path: Any)
     file.write(logged[0])
     file.close()
     (event,) = read_events(tmp_path / "events.jsonl")
-    assert (event["event"], event["name"], event["value"], event["step"]) == ("metric_logged", "norm", 1.0, 1)
+    assert (event["event"], event["name"], event["value"], event["step"]) == ("value_logged", "norm", 1.0, 1)
 
 
 def test_after_a_validation_the_model_still_has_the_averaged_weights() -> None:

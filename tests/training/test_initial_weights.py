@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from stormo.config import options
+from stormo.config.schema import ResolvedBatch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
+from stormo.launch import alone
 from stormo.training.initial_weights import load_initial, read_initial
+from stormo.training.trainer import Trainer
 from tests.sharded_models import Plain
 from tests.tiny_run import build, save
 
@@ -135,3 +140,16 @@ def test_all_workers_start_from_what_rank_0_reads(run_ranks: Ranks, tmp_path: Pa
         for name, offset, values in shards:
             place = tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))
             assert np.array_equal(values, expected[name].numpy()[place]), name
+
+
+def test_a_resume_does_not_load_again() -> None:
+    trainer = Trainer.__new__(Trainer)
+    trainer.world, trainer.task = World(alone(), torch.device("cpu")), Plain()
+    new = options.make_config({"init_from": "nowhere"}, None)
+    resumed = ResolvedBatch(global_batch_size=8, learning_rate=0.1, warmup_start=0.1)
+    trainer.config = replace(new, resumed=resumed)
+    trainer._read_initial()
+    assert trainer.task._initialise is None
+    trainer.config = new
+    with pytest.raises(SettingError, match="there is no such file or run"):
+        trainer._read_initial()
