@@ -41,7 +41,7 @@ format: $(READY)
 # The pages as a site with a search, in build/docs; a broken link is an error.
 docs: $(READY)
 	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(RUN)/sphinx-build -W --keep-going -q -c docs . build/docs
+	$(RUN)/sphinx-build -W --keep-going -E -a -q -c docs . build/docs
 	@echo 'open build/docs/index.html'
 
 clean:

@@ -12,20 +12,21 @@ from sphinx.application import Sphinx
 
 from stormo.version import __version__
 
-ROOT = Path(__file__).parents[1]
 project, author, release = "stormo", "The stormo authors", __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
 include_patterns = ["*.md", "docs/**.md"]
 exclude_patterns = [".*", "build", "runs"]
 default_role = "code"  # docstrings write `code` as Markdown does
-nitpicky = False  # types in signatures are torch's
+smartquotes = False  # --flags
 myst_heading_anchors = 3  # as on GitHub
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 html_theme = "furo"
 html_title = f"stormo {release}"
 html_show_sourcelink = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 
 
 def _contents(text: str) -> str:
@@ -58,9 +59,9 @@ def _add(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += _contents(source[0])
     if page == "docs/api":
         source[0] += _names(source[0])
-    below = sorted((ROOT / page).glob("*.md"))
+    below = re.findall(rf"\(({Path(page).name}/[\w-]+\.md)", source[0])  # docs/clusters/ below docs/clusters.md
     if below:
-        source[0] += _toctree([f"{ROOT.joinpath(page).name}/{one.name}" for one in below])
+        source[0] += _toctree(list(dict.fromkeys(below)))
 
 
 def _escape(app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
