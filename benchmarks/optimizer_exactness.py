@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.command import aligned, largest, relative_difference, result_line
-from stormo.optim import LAMB, LARC, LARS, NovoGrad
+from stormo.optim import LAMB, LARC, LARS, Muon, NovoGrad
 
 LIMIT = 1e-12
 SHAPES = ((7, 5), (4, 3, 3, 3), (1, 6), (5,), (), (6, 2), (3, 4))
@@ -57,9 +57,9 @@ def lars(*, nesterov: bool = False, clipped: bool = False, decay: float = 0.01, 
     return step
 
 
-def lamb(*, bounds: tuple[float, float] | None = None, decay: float = 0.01) -> Step:
+def lamb(*, bounds: tuple[float, float] | None = None, decay: float = 0.01, eps: float = 1e-6) -> Step:
     """Algorithm 2 of arXiv 1904.00962; `bounds` are those of its φ."""
-    beta1, beta2, eps = 0.9, 0.999, 1e-6
+    beta1, beta2 = 0.9, 0.999
 
     def step(w: Tensor, g: Tensor, state: dict[str, Any], lr: float, adapted: bool) -> Tensor:
         zero = torch.zeros_like(w)
@@ -95,6 +95,27 @@ def novograd(*, averaging: bool = False, decay: float = 0.01) -> Step:
     return step
 
 
+def muon(*, nesterov: bool = True, original: bool = False, decay: float = 0.01) -> Step:
+    """Jordan's muon.py, in the dtype of the weights; `original` is its learning rate, else that of arXiv 2502.16982."""
+    momentum, adam = 0.95, lamb(eps=1e-8)
+
+    def step(w: Tensor, g: Tensor, state: dict[str, Any], lr: float, adapted: bool) -> Tensor:
+        if not adapted:
+            return adam(w, g, state, lr, False)
+        m: Tensor = momentum * state.get("m", torch.zeros_like(w)) + (1 - momentum) * g
+        state["m"] = m
+        x = (momentum * m + (1 - momentum) * g if nesterov else m).reshape(len(w), -1)
+        rows, columns = x.shape
+        x = x / max(x.norm().item(), 1e-7)
+        for _ in range(5):
+            x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+        factor = max(1, rows / columns) ** 0.5 if original else 0.2 * max(rows, columns) ** 0.5
+        change: Tensor = decay * w + factor * x.view_as(w)
+        return w - lr * change
+
+    return step
+
+
 _TRUST = {"trust_coefficient": 0.3}  # so that LARC clips some layers in some steps and others not
 CASES = (
     Case(name="lars", kind=LARS, paper=lars(), options=_TRUST),
@@ -107,6 +128,13 @@ CASES = (
     Case(name="lamb, norms bounded", kind=LAMB, paper=lamb(bounds=(0.5, 2.0)), options={"norm_bounds": (0.5, 2.0)}),
     Case(name="novograd", kind=NovoGrad, paper=novograd()),
     Case(name="novograd, averaging", kind=NovoGrad, paper=novograd(averaging=True), options={"grad_averaging": True}),
+    Case(name="muon", kind=Muon, paper=muon()),
+    Case(
+        name="muon, original",
+        kind=Muon,
+        paper=muon(nesterov=False, original=True),
+        options={"nesterov": False, "adjust_lr": "original"},
+    ),
 )
 
 

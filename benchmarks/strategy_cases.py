@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Learning rates at which 20 steps move the weights visibly and no run diverges.
@@ -14,6 +14,8 @@ OPTIMIZERS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
     "larc": (0.1, {"nesterov": True}),
     "lamb": (0.01, {}),
     "novograd": (0.01, {}),
+    "muon": (0.02, {"eps": 1e-6}),
+    "schedule-free-adamw": (0.003, {"eps": 1e-6}),
 }
 NAMES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive", "server", "mesh")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -169,9 +171,39 @@ def _options(size: int) -> Iterator[Setup]:
         yield Setup(
             strategy=name, text=f"{name}, {options_text}", num_workers=size, tasks=tasks, flags=flags, data=data
         )
+    yield from _averaged(size)
+    for more in ({}, {"accumulate": 2}, {"ema": 0.9}) if size == 2 else ({},):
+        text = " ".join(f"{key} {value}" for key, value in more.items())
+        yield Setup(
+            strategy="ddp",
+            text=", ".join(filter(None, ("ddp, two optimizers", text))),
+            num_workers=size,
+            tasks=("GAN",),
+            flags={"strategy": "ddp", **more},
+            reference_flags={"ema": 0.9} if "ema" in more else {},
+        )
     if size == 4:
         yield _mesh(4, "shard=2,tensor=2", checkpoint_activations=True, offload=True, accumulate=2)
         yield _mesh(4, "pipeline=2,shard=2", checkpoint_activations=True, accumulate=2)
+
+
+def _averaged(size: int) -> Iterator[Setup]:
+    """A moving average of the weights and of running statistics beside them."""
+    ema = {"ema": 0.9}
+    for name in ("ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid", "pipeline", "server") if size == 2 else ():
+        tasks, data = (DEEP, _EVEN) if name == "pipeline" else (GPT if name == "tensor" else BOTH, _UNEVEN)
+        flags = {"strategy": name, **ema, **({"servers": 2} if name == "server" else {})}
+        yield Setup(
+            strategy=name,
+            text=f"{name}, ema 0.9",
+            num_workers=size,
+            tasks=tasks,
+            flags=flags,
+            data=data,
+            reference_flags=ema,
+        )
+    for mesh in ("shard=2,tensor=2", "pipeline=2,shard=2") if size == 4 else ():
+        yield replace(_mesh(size, mesh, ema=0.9), reference_flags=ema)
 
 
 CONTROL_SETUPS = (
@@ -193,7 +225,8 @@ CONTROL_SETUPS = (
     ),
 )
 _QUICK_MESHES = ("shard=2,tensor=2", "pipeline=2,tensor=2", "pipeline=2,replicate=2")
-_CONTROL_OPTIMIZERS = {"layer norms": ("lars", "novograd", "lamb"), "clipping": ("sgd",)}
+_MUON_QUICK = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+_CONTROL_OPTIMIZERS = {"layer norms": ("lars", "novograd", "muon", "lamb"), "clipping": ("sgd",)}
 
 
 def setups(size: int) -> list[Setup]:
@@ -206,21 +239,30 @@ def _is_quick(setup: Setup, task: str) -> bool:
     """Whether it is among the few that stand for all."""
     if setup.num_workers == 2:
         is_plain = setup.flags.keys() <= {"strategy", "schedule"}
-        return bool(setup.control) or (is_plain and (task != "WideResNet" or setup.strategy in ("fsdp", "hybrid")))
+        is_few = is_plain and (task != "WideResNet" or setup.strategy in ("fsdp", "hybrid"))
+        return bool(setup.control) or "ema" in setup.flags or is_few
     return setup.flags.get("mesh") in _QUICK_MESHES and setup.flags.keys() <= {"mesh", "zero"}
 
 
 def _optimizers(setup: Setup, task: str, *, quick: bool) -> Sequence[str]:
     if setup.control:
         return _CONTROL_OPTIMIZERS[setup.control][-1:] if quick else _CONTROL_OPTIMIZERS[setup.control]
+    if task == "GAN":
+        return ("adamw",)  # the task's own
     if quick:
-        return ("lamb",)
+        return ("lamb", "muon") if setup.num_workers == 4 or setup.strategy in _MUON_QUICK else ("lamb",)
     if task == "WideResNet":
-        return ("sgd", "adamw", "lars", "lamb") if setup.num_workers == 2 else ("lamb",)
+        return ("sgd", "adamw", "lars", "lamb", "muon") if setup.num_workers == 2 else ("lamb", "muon")
     # All where it is fast: what a number of workers can spoil, these show. Every element is stepped by itself under
-    # adamw; lamb takes the norms of whole layers as well.
-    by_size = {2: tuple(OPTIMIZERS), 3: ("sgd", "lamb"), 4: ("sgd", "adamw", "lamb")}
-    return by_size.get(setup.num_workers, ("adamw", "lamb"))
+    # adamw; lamb takes the norms of whole layers as well, and muon needs all of a matrix.
+    is_refused = setup.strategy == "server" or "ema" in setup.flags
+    every = [name for name in OPTIMIZERS if name != "schedule-free-adamw" or not is_refused]
+    by_size: dict[int, Sequence[str]] = {
+        2: every,
+        3: ("sgd", "lamb", "muon"),
+        4: ("sgd", "adamw", "lamb", "muon"),
+    }
+    return by_size.get(setup.num_workers, ("adamw", "lamb", "muon"))
 
 
 def cases(strategies: Sequence[str], *, quick: bool) -> list[Case]:

@@ -6,7 +6,8 @@
 20 optimizer steps in float64 with momentum, Nesterov, weight decay, clipping and a rate that falls, on 2, 3, 4 and 8
 ranks over Gloo. A GPT under everything; a WideResNet with synchronised batch norm where that applies: tensor cuts no
 convolutions, and a pipeline takes statistics of micro-batches, so that its reference is one process that accumulates
-these. Batches do not divide by the workers, except in pipelines. The ranks hold strategies as a worker makes them, but
+these. Rows with `ema` compare the moving average of weights and running statistics as well; a GAN has two optimizers
+in turn. Batches do not divide by the workers, except in pipelines. The ranks hold strategies as a worker makes them:
 there is no launcher, no run folder and no validation: those are in `benchmarks.exactness` without `--strategies`.
 Every chunk of every tensor on every rank is compared: max |a - b| / max |b| over the whole tensor b of one process. All
 chunks that would be saved must make up each tensor exactly once. Controls, in which norms are those of parts, must
@@ -66,8 +67,8 @@ class Compared:
 
 
 def _parts_alone(strategy: Strategy) -> None:
-    """Let a layer-wise optimizer take the norms of parts for those of layers."""
-    strategy.optimizer.global_squares = None  # type: ignore[attr-defined]
+    """Let a layer-wise optimizer take parts for whole layers."""
+    strategy.optimizer.global_squares = strategy.optimizer.exchange = None  # type: ignore[attr-defined]
 
 
 def _clip_alone(strategy: Strategy) -> None:

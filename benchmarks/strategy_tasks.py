@@ -96,6 +96,62 @@ class Wide(Task):
         return nn.functional.mse_loss(model(x), y)
 
 
+class Gan(Task):
+    """A critic and a generator of points, each with its optimizer; the noise depends on the sample alone."""
+
+    num_draws = 4
+
+    def __init__(self, num_points: int) -> None:
+        super().__init__(None)
+        self._num_samples = num_points
+
+    def facts(self) -> Facts:
+        """Of the made-up data."""
+        return _facts(self._num_samples)
+
+    def model(self) -> nn.Module:
+        """Both networks."""
+        return nn.ModuleDict({"critic": _layers(2, 1), "generator": _layers(4, 2)})
+
+    def train_data(self) -> TensorData:
+        """Points near a line."""
+        x = torch.randn(self._num_samples, 1, generator=_generator("points"))
+        return TensorData(torch.cat([x, 2 * x + 1], dim=1))
+
+    def validation_data(self) -> TensorData:
+        """The same: nothing is learned from them."""
+        return self.train_data()
+
+    def optimizers(self, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+        """The critic learns faster."""
+        options: dict[str, Any] = {"eps": 1e-6, "weight_decay": 0.01}
+        return {
+            "critic": torch.optim.AdamW(model.get_submodule("critic").parameters(), lr=2e-3, **options),
+            "generator": torch.optim.AdamW(model.get_submodule("generator").parameters(), lr=1e-3, **options),
+        }
+
+    def augment(self, batch: Any, draws: Tensor) -> Any:
+        """The points with their noise."""
+        return *batch, draws * 2 - 1
+
+    def loss(self, model: nn.Module, batch: Any, optimizer: str = "critic") -> Tensor:
+        """Of the critic or of the generator."""
+        points, noise = (tensor.to(torch.get_default_dtype()) for tensor in batch)
+        critic, generator = model.get_submodule("critic"), model.get_submodule("generator")
+        fake = critic(generator(noise))
+        if optimizer == "generator":
+            return nn.functional.softplus(-fake).mean()
+        return (nn.functional.softplus(fake) + nn.functional.softplus(-critic(points))).mean()
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """How real the points look."""
+        return {"score": model.get_submodule("critic")(batch[0].to(torch.get_default_dtype())).sum()}
+
+
+def _layers(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, outputs))
+
+
 def _facts(num_samples: int) -> Facts:
     return Facts(num_train=num_samples, num_validation=num_samples, train_bytes=num_samples, has_accuracy=False)
 
@@ -112,6 +168,7 @@ _TASKS: Mapping[str, Callable[[int], Task]] = {
     "GPT": lambda num_samples: Words(_GPT, num_samples),
     "deep GPT": lambda num_samples: Words(_DEEP_GPT, num_samples),
     "WideResNet": lambda num_samples: Images(0.25, num_samples),
+    "GAN": Gan,
 }
 
 

@@ -63,7 +63,7 @@ def build(world: World, task: Task, flags: Flags, change: Callable[[Strategy], N
     world.arrange(plan.layout.mesh, plan.layout.data_axes)
     set_arithmetic(config, plan)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
-    strategy = strategy_class(plan.layout)(world, plan, task, config)
+    strategy = strategy_class(plan.layout, task)(world, plan, task, config)
     seed_generators(derive_seed(config.run.seed, "worker", world.random_stream))
     if change is not None:
         change(strategy)
@@ -115,8 +115,9 @@ def train(world: World, built: Built, num_steps: int, learning_rate: float) -> l
 def chunks(strategy: Strategy) -> list[Chunk]:
     """Weights and optimizer state of this rank; what is a single number for a whole parameter has no shape."""
     found = []
+    averages = {} if strategy.average is None else {part.local: {"ema": each} for part, each in strategy.average.shards}
     for part in strategy.shards():
-        kept = strategy.optimizer.state.get(part.local, {})
+        kept = {**strategy.optimizer.state.get(part.local, {}), **averages.get(part.local, {})}
         for name, value in {part.name: part.local, **{f"{part.name}/{key}": kept[key] for key in kept}}.items():
             if value is None:
                 continue
@@ -136,4 +137,6 @@ def chunks(strategy: Strategy) -> list[Chunk]:
 
 def buffers(strategy: Strategy) -> dict[str, numpy.ndarray[Any, Any]]:
     """Running statistics and the like."""
-    return {name: buffer.detach().cpu().numpy().copy() for name, buffer in strategy.named_buffers()}
+    averages = {} if strategy.average is None else strategy.average.buffers
+    found = {**dict(strategy.named_buffers()), **{f"{name}/ema": each for name, each in averages.items()}}
+    return {name: buffer.detach().cpu().numpy().copy() for name, buffer in found.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.ranks import Pool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -67,6 +69,12 @@ def _pool() -> Iterator[Pool]:
 def run_ranks(_pool: Pool) -> Callable[..., list[Any]]:
     """Call a function in several ranks of one Gloo group; see `tests.ranks`."""
     return _pool.run
+
+
+@pytest.fixture
+def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python programs that this process starts are forks; see `tests.forked`."""
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
 
 
 @pytest.fixture(autouse=True)

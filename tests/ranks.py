@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import free_port
-from tests.programs import fork
+from tests.forked import fork
 
 MAX_THREADS = 120  # of a rank: torch keeps some for every group that it has made, and thousands slow it down
 

@@ -52,7 +52,7 @@ def build(
     world.arrange(plan.layout.mesh, plan.layout.data_axes)
     torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
-    strategy = strategy_class(plan.layout)(world, plan, task, config)
+    strategy = strategy_class(plan.layout, task)(world, plan, task, config)
     torch.manual_seed(derive_seed(config.run.seed, "worker", world.random_stream))
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     return Parts(
@@ -138,6 +138,11 @@ def whole_state(parts: Parts) -> dict[str, Any]:
         **arrays(parts.strategy.module.named_parameters()),
         **arrays(parts.strategy.module.named_buffers()),
         **optimizer_arrays(parts.strategy),
+        **(
+            {}
+            if (average := parts.strategy.average) is None
+            else arrays((s.name + "/ema", t) for s, t in average.shards)
+        ),
         "loss_sum": float(parts.state.loss_sum),
         "torch_rng": torch.get_rng_state().numpy().copy(),
         "lr": [group["lr"] for group in parts.strategy.optimizer.param_groups],

@@ -226,7 +226,7 @@ class OwnScheduler(_Points):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+        self.decay = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
         return optimizer
 
 

@@ -43,7 +43,7 @@ class TrainSettings(TypedDict, total=False):
     epoch_samples: int | None
 
     # optimizer
-    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd"] | None
+    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd", "muon", "schedule-free-adamw"] | None
     base_lr: float | None
     base_batch_size: int | None
     lr_rule: Literal["linear", "sqrt", "none"] | None
@@ -53,13 +53,19 @@ class TrainSettings(TypedDict, total=False):
     trust_coefficient: float | None
     grad_averaging: bool | None
     nesterov: bool | None
+    ns_steps: int | None
+    adjust_lr: Literal["match_rms_adamw", "original"] | None
+    adamw_lr: float | None
     weight_decay: float | None
     warmup_epochs: float | None
     warmup_from: float | None
-    decay: Literal["none", "cosine", "linear", "step"] | None
+    decay: Literal["none", "cosine", "linear", "step", "wsd", "wsd-sqrt", "one-cycle"] | None
     decay_every: float | None
     decay_factor: float | None
+    decay_share: float | None
     clip_norm: float | None
+    ema: float | None
+    freeze: str | None
     gradient_noise_batch: int | None
     gradient_noise: float | None
     gradient_noise_decay: float | None
@@ -98,12 +104,16 @@ class TrainSettings(TypedDict, total=False):
     # run
     run_name: str | None
     runs_folder: str | None
+    init_from: str | None
     checkpoint_every: str | None
     keep_checkpoints: int | None
     async_checkpoint: bool | None
     seed: int | None
     deterministic: bool | None
     tensorboard: bool | None
+    mlflow: bool | None
+    wandb: bool | None
+    sinks: str | None
     prometheus: int | None
     prometheus_host: str | None
 

@@ -21,8 +21,8 @@ from stormo.checkpoint.reader import Reader, ReadItem, with_newest_good
 from stormo.checkpoint.state import (
     ModelMismatchError,
     aliases,
+    average_items,
     chunks_of,
-    persistent_buffers,
     restore_parts,
     stepped_names,
 )
@@ -32,6 +32,7 @@ from stormo.distributed.world import World
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.parallel.base import Strategy
 from stormo.parallel.coalesced import means
+from stormo.parallel.weight_average import EMA
 
 # Keys of the plain values: every rank's part of the loss, and which rank has stored a replicated buffer.
 LOSSES, BUFFERS = "losses", "buffers"
@@ -100,13 +101,14 @@ def restore_sharded(
     require_seen(world, path)
     state, own, stored = dict[str, Any](), dict[str, Tensor](), dict[str, set[str]]()
     with _read_on_all_ranks(world, path), Reader(path) as reader:
-        buffers = persistent_buffers(strategy)
+        buffers = strategy.persistent_buffers()
         if missing := sorted(buffers.keys() - reader.entries("model").keys()):
             raise ModelMismatchError(f"The checkpoint {path} has no {missing[0]}, which the model has.")
         items = [
             ReadItem(section="model", name=name, offset=(0,) * buffer.ndim, into=buffer)
             for name, buffer in buffers.items()
         ]
+        items += average_items(reader, strategy.average)
         restore_parts(reader, strategy.shards(), strategy.optimizer, items)
         state = reader.state()
         if LOSSES not in state:
@@ -117,7 +119,7 @@ def restore_sharded(
             own |= reader.rank_tensors(world.rank)
         stored = {
             "model": set(reader.entries("model")),
-            "optimizer": {name.rpartition("|")[0] for name in reader.entries("optimizer")},
+            "optimizer": {n.rpartition("|")[0] for n in reader.entries("optimizer") if not n.endswith(EMA)},
         }
     raise_on_all_ranks(world, _left_over(world, path, strategy, stored))
     strategy.shards_changed()
@@ -134,7 +136,7 @@ def _left_over(world: World, path: Path, strategy: Strategy, stored: dict[str, s
     # Of the ranks that hold something of a parameter, one names it.
     parts = [part for part in strategy.shards() if part.is_saved and not any(part.offset)]
     here = {
-        "model": [*(part.name for part in parts), *persistent_buffers(strategy), *aliases(strategy)],
+        "model": [*(part.name for part in parts), *strategy.persistent_buffers(), *aliases(strategy)],
         "optimizer": sorted(stepped_names(parts, strategy.optimizer)),
     }
     gathered: Sequence[dict[str, list[str]]] | None = world.gather_objects(here)

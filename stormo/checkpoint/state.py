@@ -19,13 +19,16 @@ from stormo.distributed.world import World
 from stormo.errors import StormoError, pluralize
 from stormo.parallel.base import Strategy
 from stormo.parallel.parameter_shards import ParameterShard
+from stormo.parallel.weight_average import EMA, WeightAverage
 
 Names = Mapping[Tensor, str]  # of parameters
 
 # Scalars that torch's optimizers keep in host memory, unless the step runs inside a kernel or a graph.
 _HOST_SCALARS = frozenset({"step", "mu_product"})
 # State with one value for each of the parameter's.
-_LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"})
+_LIKE_PARAMETER = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "z"}
+)
 _ABSENT = -(2**62)
 _DIGITS = 15  # hexadecimal ones, which fit a 64-bit number
 _Described = Mapping[str, tuple[str, list[int], bool]]  # name: dtype, shape, whether it is in the model's state_dict
@@ -234,7 +237,8 @@ def restore_parts(
     for full_name in stored:
         # From the right: a state key never contains the separator, a parameter's name may.
         name, _, key = full_name.rpartition("|")
-        keys.setdefault(name, []).append(key)
+        if not full_name.endswith(EMA):
+            keys.setdefault(name, []).append(key)
     state: dict[str, Tensor] = {}
     for label, part in stepped.items():
         for key in keys.get(part.name, []):
@@ -246,6 +250,33 @@ def restore_parts(
             items.append(ReadItem(section="optimizer", name=name, offset=offset, into=into))
     reader.fill(items)
     restore_optimizer(optimizer, _labels(stepped), state)
+
+
+def average_chunks(average: WeightAverage | None) -> list[Chunk]:
+    """The chunks of the averaged weights that this rank stores; of buffers see `stored_buffers`."""
+    if average is None or not average.has_started:
+        return []
+    return [_chunk("optimizer", part.name + EMA, part, tensor) for part, tensor in average.shards if part.is_saved]
+
+
+def average_items(reader: Reader, average: WeightAverage | None) -> list[ReadItem]:
+    """What to read of the averages of weights and buffers; the average starts anew where there is none."""
+    if average is None:
+        return []
+    wanted = [(part.name + EMA, part.offset, tensor) for part, tensor in average.shards]
+    wanted += [(name + EMA, (0,) * tensor.ndim, tensor) for name, tensor in average.buffers.items()]
+    stored = reader.entries("optimizer")
+    average.has_started = any(name.endswith(EMA) for name in stored)
+    return [ReadItem(section="optimizer", name=n, offset=o, into=t) for n, o, t in wanted if n in stored]
+
+
+@torch.no_grad()
+def restore_average(average: WeightAverage, stored: Mapping[str, Tensor]) -> None:
+    """Restore the average from whole tensors by their names in a checkpoint."""
+    average.has_started = bool(stored)
+    for name, tensor in (*((part.name, tensor) for part, tensor in average.shards), *average.buffers.items()):
+        if name + EMA in stored:
+            tensor.copy_(stored[name + EMA])
 
 
 def stepped_names(parts: Sequence[ParameterShard], optimizer: Optimizer) -> set[str]:
@@ -305,7 +336,10 @@ def stored_buffers(world: World, strategy: Strategy) -> StoredBuffers:
     Of floating-point buffers that differ the model gets the mean, of all others the first rank's.
     """
     held = {name: buffer.detach() for name, buffer in strategy.named_buffers()}
-    persistent = persistent_buffers(strategy).keys()
+    persistent = {*strategy.persistent_buffers()}
+    if strategy.average is not None and strategy.average.has_started:
+        averages = {name + EMA: tensor for name, tensor in strategy.average.buffers.items()}
+        held, persistent = held | averages, persistent | averages.keys()
     described = _described(world, {n: (DTYPE_NAMES[t.dtype], list(t.shape), n in persistent) for n, t in held.items()})
     found = StoredBuffers()
     firsts, differing = _compare(world, held, list(described))
@@ -323,18 +357,12 @@ def stored_buffers(world: World, strategy: Strategy) -> StoredBuffers:
     return found
 
 
-def persistent_buffers(strategy: Strategy) -> dict[str, Tensor]:
-    """The buffers of this rank that are in the model's `state_dict`."""
-    persistent = {id(tensor) for tensor in strategy.module.state_dict(keep_vars=True).values()}
-    return {name: buffer for name, buffer in strategy.named_buffers() if id(buffer) in persistent}
-
-
 def aliases(strategy: Strategy) -> dict[str, str]:
     """Further names of tied tensors, each with the name under which the tensor is stored."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in strategy.module.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)
-    stored = {part.name for part in strategy.shards()} | persistent_buffers(strategy).keys()
+    stored = {part.name for part in strategy.shards()} | strategy.persistent_buffers().keys()
     return {
         name: first
         for names in by_tensor.values()

@@ -177,8 +177,9 @@ def _cell(value: Any) -> str:
 
 
 def _label(gpu: Sample) -> str:
-    """`gpu0`, and `mig0` for a part of it."""
-    return f"{'mig' if str(gpu['uuid']).startswith('MIG-') else 'gpu'}{gpu['index']}"
+    """`gpu0`, and `mig0-3f2a` for a slice of it, by the beginning of its UUID."""
+    uuid = str(gpu["uuid"])
+    return f"mig{gpu['index']}-{uuid[4:8]}" if uuid.startswith("MIG-") else f"gpu{gpu['index']}"
 
 
 def _csv_text(cells: Sequence[Sequence[str]]) -> str:

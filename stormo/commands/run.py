@@ -9,23 +9,25 @@ from pathlib import Path
 
 from stormo.config import options
 from stormo.config.layout import resolve_layout
-from stormo.config.schema import TrainConfig, Workers
+from stormo.config.plan.steps import parse_profile
+from stormo.config.schema import Command, TrainConfig, Workers
 from stormo.errors import SettingError, suggestion
 from stormo.launch import AgentTimeouts, run_node
 from stormo.launch.environments.local import fix_hash_seed
 from stormo.launch.hosts import hosts_of, start_on_hosts
-from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT, equal_settings, find_rank_info, launched_by, node_of
+from stormo.launch.nodes import BACKEND, DEVICE, PROFILE, TIMEOUT, equal_settings, find_rank_info, launched_by, node_of
 from stormo.launch.slices import take_slice
 from stormo.system.hardware import visible_gpus
 from stormo.tasks.find import check_module
 
-# How workers are started; other settings of workers need a task, as stormo does not shard a script's model.
+# How workers are started; the other settings of workers are a task's, as a script shards its model by world.wrap.
 _SCRIPT_KEYS = (
     *("num_gpus", "num_nodes", "max_restarts", "launcher", "hosts", "hostfile", "print_commands"),
     *("node_id", "master_addr", "master_port", "device", "backend", "timeout"),
 )
 _ALL = options.options_of("workers", Workers)
-_OPTIONS = options.all_common(option for option in _ALL if option.name in _SCRIPT_KEYS)
+_PROFILE = [option for option in options.options_of("command", Command) if option.name == "profile"]
+_OPTIONS = options.all_common([*(option for option in _ALL if option.name in _SCRIPT_KEYS), *_PROFILE])
 _TASK_FLAGS = {option.flag for option in _ALL if option.name not in _SCRIPT_KEYS}
 _SCRIPT = options.Positional(
     name="script",
@@ -50,6 +52,8 @@ def main(arguments: list[str]) -> int:
             "stormo run starts a script once, and only the script could resume what it has saved",
             "start it by torchrun, whose workers stormo.World joins, or train a task with stormo train",
         )
+    if config.command.profile is not None:
+        parse_profile(config.command.profile)
     rank_info = find_rank_info(config)
     take_slice(rank_info, config.workers.device)
     if hosts := hosts_of(config):
@@ -115,5 +119,7 @@ def _environment(config: TrainConfig) -> dict[str, str]:
     """The environment variables that tell workers of the flags."""
     workers = config.workers
     variables = {DEVICE: workers.device, BACKEND: workers.backend, TIMEOUT: str(workers.timeout)}
+    if config.command.profile is not None:
+        variables[PROFILE] = config.command.profile
     # torch also raises the errors that it logs with traces. Set here, as a script imports torch before World().
     return variables | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}

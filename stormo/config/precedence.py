@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from stormo.config.schema import NESTEROV_OPTIMIZERS, OPTIMIZER_DEFAULTS
+from stormo.config.schema import DECAY_SHARES, OPTIMIZER_DEFAULTS
 from stormo.config.strategies import names, with_option
 from stormo.errors import SettingError
 
@@ -53,6 +53,7 @@ def _optimizer(*optimizers: str) -> _Choice:
     return _Choice(("optimizer",), _is("optimizer", *optimizers), (f"--optimizer {optimizers[0]}", *optimizers[1:]))
 
 
+_NOT_SCHEDULE_FREE = ("another --optimizer than schedule-free-adamw",)
 _SHARD = _strategy(("--strategy fsdp",), *names(lambda row: row.zero), axis="shard")
 _FSDP = _strategy(("--strategy fsdp",), *names(lambda row: row.zero == 3), axis="shard")
 _CHOICES: dict[str, _Choice] = {
@@ -85,7 +86,20 @@ _CHOICES: dict[str, _Choice] = {
         for name in sorted({name for own in OPTIMIZER_DEFAULTS.values() for name in own})
     },
     "base_batch_size": _Choice(("lr_rule",), _is("lr_rule", "linear", "sqrt", None), ("--lr-rule linear", "sqrt")),
-    "nesterov": _optimizer(*NESTEROV_OPTIMIZERS),
+    # The average of the weights takes the place of both.
+    "decay": _Choice(
+        ("optimizer",),
+        lambda settings: settings.get("optimizer") != "schedule-free-adamw" or settings.get("decay") in (None, "none"),
+        _NOT_SCHEDULE_FREE,
+    ),
+    "ema": _Choice(
+        ("optimizer",), lambda settings: settings.get("optimizer") != "schedule-free-adamw", _NOT_SCHEDULE_FREE
+    ),
+    "decay_share": _Choice(("decay",), _is("decay", *DECAY_SHARES), ("--decay wsd", *list(DECAY_SHARES)[1:])),
+    **dict.fromkeys(
+        ("warmup_epochs", "warmup_from"),
+        _Choice(("decay",), lambda settings: settings.get("decay") != "one-cycle", ("another --decay than one-cycle",)),
+    ),
     "gradient_noise_decay": _Choice(
         ("gradient_noise",), lambda settings: settings.get("gradient_noise") is not None, ("--gradient-noise",)
     ),
@@ -95,7 +109,15 @@ _CHOICES: dict[str, _Choice] = {
     ),
 }
 # Refused wherever they come from; the others only where the user sets them now.
-_ALWAYS_REFUSED = {"offload", "shard_modules", "ghost_batch_size", "max_batch_size", "nesterov", "base_batch_size"}
+_ALWAYS_REFUSED = {
+    "offload",
+    "shard_modules",
+    "ghost_batch_size",
+    "max_batch_size",
+    "nesterov",
+    "base_batch_size",
+    "decay",
+}
 
 
 def check_choices(settings: Settings, given: Set[str]) -> None:

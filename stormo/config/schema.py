@@ -137,7 +137,7 @@ class Batch:
 class Optimizer:
     """Optimizer: how the weights move."""
 
-    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd"] = option(
+    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd", "muon", "schedule-free-adamw"] = option(
         "sgd", "the update rule", common=True
     )
     base_lr: float = option(0.01, "learning rate for one worker, or for --base-batch-size", common=True)
@@ -145,27 +145,53 @@ class Optimizer:
         None, "global batch for which --base-lr is right; default one worker's, or a --global-batch-size as set"
     )
     lr_rule: Literal["linear", "sqrt", "none"] = option("linear", "how the learning rate follows the batch size")
-    momentum: float = option(0.9, "momentum of sgd, lars, larc; first beta of adamw, lamb, novograd")
+    momentum: float | None = option(
+        None,
+        "momentum of sgd, lars, larc (default 0.9), muon (default 0.95); first beta of adamw, schedule-free-adamw, "
+        "lamb, novograd (default 0.9)",
+    )
     beta2: float | None = option(
-        None, "second beta of adamw (default 0.999), lamb (default 0.999), novograd (default 0.98)"
+        None,
+        "second beta of adamw, schedule-free-adamw, muon (default 0.999), lamb (default 0.999), "
+        "novograd (default 0.98)",
     )
     eps: float | None = option(
-        None, "added to the denominator of adamw (default 1e-08), lamb (default 1e-06), novograd (default 1e-08)"
+        None,
+        "added to the denominator of adamw, schedule-free-adamw, muon (default 1e-08), lamb (default 1e-06), "
+        "novograd (default 1e-08)",
     )
     trust_coefficient: float | None = option(None, "scales the layers' learning rates of lars and larc (default 0.001)")
     grad_averaging: bool = option(False, "novograd: momentum as a mean instead of a sum")
-    nesterov: bool = option(False, "Nesterov momentum")
+    nesterov: bool | None = option(None, "Nesterov momentum, of sgd, lars, larc; of muon (default True)")
+    ns_steps: int | None = option(None, "Newton-Schulz iterations of muon (default 5)")
+    adjust_lr: Literal["match_rms_adamw", "original"] | None = option(
+        None, "how the learning rate of muon (default match_rms_adamw) follows the shape of a matrix"
+    )
+    adamw_lr: float | None = option(
+        None, "muon: learning rate of embeddings, output layer, biases and norms; default --base-lr"
+    )
     weight_decay: float = option(0.0, "weight decay; never on biases and norms", common=True)
     warmup_epochs: float = option(5.0, "epochs of linear warm-up, iteration by iteration", common=True)
     warmup_from: float | None = option(
         None, "fraction of the learning rate that warm-up starts from; default 1 / workers (1 for a global batch)"
     )
-    decay: Literal["none", "cosine", "linear", "step"] = option(
-        "none", "how the learning rate falls after warm-up", common=True
+    decay: Literal["none", "cosine", "linear", "step", "wsd", "wsd-sqrt", "one-cycle"] = option(
+        "none", "how the learning rate falls after warm-up; one-cycle has a rise of its own instead", common=True
     )
     decay_every: float = option(10.0, "epochs between the steps of --decay step")
     decay_factor: float = option(0.1, "factor of each step of --decay step")
+    decay_share: float | None = option(
+        None, "share of all steps in which --decay wsd, wsd-sqrt (default 0.2) and one-cycle (default 0.7) fall"
+    )
     clip_norm: float | None = option(None, "clip the gradient to this norm", common=True)
+    ema: float | None = option(
+        None,
+        "validate and export a moving average of the weights with this decay, such as 0.999",
+        common=True,
+    )
+    freeze: str | None = option(
+        None, "do not train the parameters whose names fit, such as 'backbone.*,embed.*'", metavar="NAMES", common=True
+    )
     gradient_noise_batch: int | None = option(
         None, "give the gradient the noise of a batch this small, by a random factor for each sample"
     )
@@ -182,24 +208,36 @@ class Optimizer:
     outer_lr: float = option(1.0, "with --strategy local: learning rate of the outer step")
     outer_momentum: float = option(0.0, "with --strategy local: Nesterov momentum of the outer step")
 
-    def specific_options(self) -> dict[str, float]:
-        """The options that not every optimizer has, as set or by default."""
+    def specific_options(self) -> dict[str, Any]:
+        """The options of the optimizer, as set or by default."""
         return {
             name: default if getattr(self, name) is None else getattr(self, name)
             for name, default in OPTIMIZER_DEFAULTS[self.optimizer].items()
         }
 
 
-# The options that only some optimizers have, each with the default of its paper.
-OPTIMIZER_DEFAULTS: dict[str, dict[str, float]] = {
-    "sgd": {},
-    "adamw": {"beta2": 0.999, "eps": 1e-8},
-    "lars": {"trust_coefficient": 0.001},
-    "larc": {"trust_coefficient": 0.001},
-    "lamb": {"beta2": 0.999, "eps": 1e-6},
-    "novograd": {"beta2": 0.98, "eps": 1e-8, "grad_averaging": False},
+DECAY_SHARES = {"wsd": 0.2, "wsd-sqrt": 0.2, "one-cycle": 0.7}  # defaults of --decay-share
+CYCLE_START, CYCLE_END = 1 / 25, 1 / 25e4  # of the learning rate, in --decay one-cycle
+# The options of each optimizer, with the defaults of its paper. NovoGrad's beta1 is 0.95 there.
+_MOMENTUM: dict[str, Any] = {"momentum": 0.9, "nesterov": False}
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "sgd": _MOMENTUM,
+    "adamw": {"momentum": 0.9, "beta2": 0.999, "eps": 1e-8},
+    "lars": {**_MOMENTUM, "trust_coefficient": 0.001},
+    "larc": {**_MOMENTUM, "trust_coefficient": 0.001},
+    "lamb": {"momentum": 0.9, "beta2": 0.999, "eps": 1e-6},
+    "novograd": {"momentum": 0.9, "beta2": 0.98, "eps": 1e-8, "grad_averaging": False},
+    "muon": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "adjust_lr": "match_rms_adamw",
+        "adamw_lr": None,
+        "beta2": 0.999,
+        "eps": 1e-8,
+    },
+    "schedule-free-adamw": {"momentum": 0.9, "beta2": 0.999, "eps": 1e-8},
 }
-NESTEROV_OPTIMIZERS = ("sgd", "lars", "larc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,12 +300,23 @@ class Run:
         optional_value=True,
         common=True,
     )
+    init_from: str | None = option(
+        None,
+        "start from these weights: a safetensors file, a state dict of torch, or a run",
+        metavar="FILE",
+        common=True,
+    )
     checkpoint_every: str = option("1ep", "steps (500) or epochs (1ep, 0.25ep) between checkpoints; 0 for none")
     keep_checkpoints: int = option(2, "checkpoints kept, besides the best")
     async_checkpoint: bool = option(False, "write checkpoints in the background")
     seed: int = option(0, "seed of everything that is random", common=True)
     deterministic: bool = option(False, "the same bits every time, at some speed")
     tensorboard: bool = option(True, "write TensorBoard event files")
+    mlflow: bool = option(False, "record the run in MLflow, where MLFLOW_TRACKING_URI says")
+    wandb: bool = option(False, "record the run in Weights & Biases; offline without a login, or as WANDB_MODE says")
+    sinks: str | None = option(
+        None, "record the run with sinks of other packages, see docs/tracking.md", metavar="NAMES"
+    )
     prometheus: int | None = option(None, "serve metrics for Prometheus at this port", metavar="PORT")
     prometheus_host: str = option("127.0.0.1", "address to serve Prometheus on", metavar="HOST")
 

@@ -2,11 +2,13 @@
 
 All give the micro-batches of a step on the device, from any position of any epoch, and count how long the loop waited.
 Every worker reads a whole stream and keeps its share of each global batch: samples, their randomness and their weights
-do not depend on the number of workers. A position in a stream is found again by reading up to it.
+do not depend on the number of workers. A position in a stream is found again by its own state (`bookmarks`), or by
+reading up to it.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -18,9 +20,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from stormo.data.batches import Collate, collate
+from stormo.data.bookmarks import Bookmark
 from stormo.data.order import MicroBatch, epoch_draws, epoch_order, micro_batches, part, split_step
 from stormo.data.processes import DevicePrefetcher, ForwardErrors, Requests, open_loader, shut_down
-from stormo.data.reading import SeededDataset, SeekableStream, StreamRequest
+from stormo.data.reading import CollateStream, SeededDataset, SeekableStream, StreamRequest
 from stormo.data.tensors import TensorData
 
 
@@ -87,6 +90,14 @@ class Loader(ABC):
     @abstractmethod
     def _batches(self, epoch: int, spans: list[MicroBatch]) -> Iterator[Batch]:
         """Turn spans of positions into batches on the device."""
+
+    def bookmark(self, epoch: int, position: int) -> dict[str, Any] | None:
+        """What a checkpoint should hold to find this position again; None where it can be computed."""
+        return None
+
+    def resume_from(self, bookmark: dict[str, Any] | None) -> None:
+        """Take what a checkpoint holds."""
+        return
 
     def close(self) -> None:
         """End loading processes, where there are any."""
@@ -201,9 +212,14 @@ class IterableLoader(Loader):
         self._requests = Requests()
         stream = SeekableStream(data, num_samples, seed, repeat)
         reader = open_loader(
-            stream, device, num_workers, batch_sampler=self._requests, collate_fn=ForwardErrors(make_batch)
+            stream,
+            device,
+            num_workers,
+            batch_sampler=self._requests,
+            collate_fn=ForwardErrors(CollateStream(make_batch)),
         )
         self._prefetcher: DevicePrefetcher[MicroBatch] = DevicePrefetcher(reader, device)
+        self._bookmarks: list[dict[str, Any]] = []  # the last ones
         self._start = 0  # of the epoch, in the stream
         self._repeat = repeat
 
@@ -225,8 +241,18 @@ class IterableLoader(Loader):
         self._requests.items = [
             StreamRequest(0, stop, share=(0, stop), rows=range(stop), is_first=True, ends_epoch=False)
         ]
-        (batch,) = (data for data, _ in self._prefetcher.batches(split_step(0, stop, 1, 0, 1)))
+        ((batch, _, _),) = (data for data, _ in self._prefetcher.batches(split_step(0, stop, 1, 0, 1)))
         return batch
+
+    def bookmark(self, epoch: int, position: int) -> dict[str, Any] | None:
+        """The last place before this position from which the stream can continue, for a checkpoint."""
+        here = (epoch - 1) * self.num_samples + position
+        return next((mark for mark in reversed(self._bookmarks) if mark["position"] <= here), None)
+
+    def resume_from(self, bookmark: dict[str, Any] | None) -> None:
+        """Continue from the bookmark of a checkpoint, if the same samples follow."""
+        found = None if bookmark is None else Bookmark.read(bookmark)
+        self._bookmarks = [] if found is None else [found.to_json()]
 
     def samples(self, span: MicroBatch) -> Tensor:
         """The positions of the whole global batch in the stream, which stand for its samples."""
@@ -235,7 +261,11 @@ class IterableLoader(Loader):
 
     def _batches(self, epoch: int, spans: list[MicroBatch]) -> Iterator[Batch]:
         start = (epoch - 1) * self.num_samples
-        return self._read(epoch, spans, [self._request(span, start) for span in spans])
+        requests = [self._request(span, start) for span in spans]
+        mark = self.bookmark(epoch, spans[0].step_start) if spans else None
+        if mark is not None:
+            requests[0] = replace(requests[0], bookmark=Bookmark(**mark))
+        return self._read(epoch, spans, requests)
 
     def _request(self, span: MicroBatch, epoch_start: int) -> StreamRequest:
         share = part(span.step_start, span.step_stop, self.share.worker, self.share.num_workers)
@@ -254,7 +284,11 @@ class IterableLoader(Loader):
         self._start = (epoch - 1) * self.num_samples
         self._requests.items = requests
         draws = self._draws(epoch)
-        for data, span in self._prefetcher.batches(spans):
+        for (data, mark, note), span in self._prefetcher.batches(spans):
+            if mark is not None:
+                self._bookmarks = [*self._bookmarks[-3:], mark]
+            if note is not None and self.share.worker == 0:
+                print(f"stormo: {note}.", file=sys.stderr, flush=True)  # noqa: T201
             yield self._batch(data, span, draws)
 
     def close(self) -> None:

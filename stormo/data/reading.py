@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +19,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from stormo.data.batches import Collate, are_same, collate
+from stormo.data.bookmarks import NOT_THE_SAME, NUM_CHECKED, Bookmark, digest
 from stormo.data.generators import generators_kept, host_states, same_states, seed_host, set_host_states
 from stormo.data.order import derive_seed
 from stormo.data.processes import ForwardedError, ForwardErrors, PickleByValue, open_loader
 from stormo.data.tensors import TensorData
 from stormo.errors import SettingError, pluralize
 
+StreamBatch = tuple[Any, dict[str, Any] | None, str | None]  # a batch, a bookmark, a note for the user
 Key = tuple[int, int]  # a sample and the seed of its randomness
+SECONDS_BETWEEN_BOOKMARKS = 1.0  # a state can be large, and a resume reads up to a second again
 _END = object()
 
 
@@ -127,6 +134,28 @@ class StreamRequest:
     rows: Sequence[int]
     is_first: bool  # of its step
     ends_epoch: bool
+    bookmark: Bookmark | None = None  # before it, from which the stream may continue
+
+
+@dataclass(slots=True)
+class StreamSamples:
+    """The samples of a micro-batch, and what its loader should know."""
+
+    samples: list[Any]
+    bookmark: Bookmark | None = None  # of the beginning of the step
+    note: str | None = None  # for the user
+
+
+class CollateStream:
+    """Makes a batch of `StreamSamples`, beside what its loader should know."""
+
+    def __init__(self, make_batch: Collate) -> None:
+        self._make_batch = make_batch
+
+    def __call__(self, found: Any) -> StreamBatch:
+        """A batch of these samples."""
+        mark = None if found.bookmark is None else found.bookmark.to_json()
+        return self._make_batch(found.samples), mark, found.note
 
 
 class SeekableStream(PickleByValue, Dataset[Any]):
@@ -141,47 +170,82 @@ class SeekableStream(PickleByValue, Dataset[Any]):
         self._round = 0  # how often it was restarted
         self._position = 0  # of the next sample
         self._kept: dict[int, Any] = {}  # of the current step
+        self._current = data  # what is iterated
+        self._ahead: deque[Any] = deque()  # read already, to check a bookmark
+        self._marked_s = -math.inf
+        self._bookmark: Bookmark | None = None  # of the current step
+        self._note: str | None = None
 
-    def __getitems__(self, request: StreamRequest) -> list[Any] | ForwardedError:
+    def __getitems__(self, request: StreamRequest) -> StreamSamples | ForwardedError:
         """The samples of a micro-batch."""
+        self._bookmark = self._note = None
         try:
             if request.is_first:
                 with generators_kept():
                     self._read(request)
         except SettingError as error:
             return ForwardedError.of(error)
-        return [self._kept[row] for row in request.rows]
+        return StreamSamples([self._kept[row] for row in request.rows], self._bookmark, self._note)
 
     def _read(self, request: StreamRequest) -> None:
         first_round, start = 0, 0
         if not self._repeat:
             first_round = request.step_start // self._num_samples
             start = first_round * self._num_samples
-        if self._iterator is None or not start <= self._position <= request.step_start:
+        is_elsewhere = self._iterator is None or not start <= self._position <= request.step_start
+        if is_elsewhere and not self._seek(request.bookmark, start, request.step_start):
             self._begin(first_round)
             self._position = start
         while self._position < request.step_start:
             self._next()
+        if not self._ahead and time.monotonic() - self._marked_s >= SECONDS_BETWEEN_BOOKMARKS:
+            self._bookmark, self._marked_s = Bookmark.make(self._current, self._position, self._round), time.monotonic()
         self._kept = {}
         start, stop = request.share
         while self._position < request.read_to:
             position, sample = self._position, self._next()
+            if self._bookmark is not None and len(self._bookmark.digests) < NUM_CHECKED:
+                self._bookmark.digests.append(digest([sample]))
             if position == request.step_start or start <= position < stop:  # the first one serves as padding
                 self._kept[position] = sample
         if request.ends_epoch and not self._repeat:
             self._require_end()
 
-    def _begin(self, number: int) -> None:
+    def _seek(self, mark: Bookmark | None, start: int, stop: int) -> bool:
+        """Continue from a bookmark in this range; False if other samples would follow than did when it was made."""
+        if mark is None or not start <= mark.position <= stop:
+            return False
+        try:
+            self._begin(mark.round, mark.state)
+            self._position = mark.position
+            samples = [self._next() for _ in mark.digests]
+        except Exception:  # the library's own, for a state that it does not take
+            samples = []
+        if not samples or [digest([sample]) for sample in samples] != mark.digests:
+            self._note = NOT_THE_SAME
+            return False
+        self._ahead, self._position = deque(samples), mark.position
+        return True
+
+    def _begin(self, number: int, state: dict[str, Any] | None = None) -> None:
         self._round = number
+        self._ahead.clear()
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(number)
         seed_host(derive_seed(self._seed, "pass", number))  # it may shuffle already here
-        self._iterator = iter(self._data)
+        self._current = self._data
+        if state is not None:
+            self._current = copy.deepcopy(self._data)  # a later pass begins without that state
+            self._current.load_state_dict(state)
+        self._iterator = iter(self._current)
 
     def _next(self) -> Any:
         epoch, position = divmod(self._position, self._num_samples)
         seed = derive_seed(self._seed, epoch + 1, position)
         assert self._iterator is not None
+        if self._ahead:
+            self._position += 1
+            return self._ahead.popleft()
         seed_host(seed)
         sample = next(self._iterator, _END)
         if sample is _END and self._repeat:

@@ -22,7 +22,7 @@ from stormo.system.hardware import num_cores
 from stormo.version import __version__
 
 # How `stormo run` hands its own flags to the workers, whose script asks for the world.
-DEVICE, BACKEND, TIMEOUT = "STORMO_DEVICE", "STORMO_BACKEND", "STORMO_TIMEOUT"
+DEVICE, BACKEND, TIMEOUT, PROFILE = "STORMO_DEVICE", "STORMO_BACKEND", "STORMO_TIMEOUT", "STORMO_PROFILE"
 
 _MOST_WORKERS, _MOST_WORKERS_PER_CORE = 256, 16  # more is a typing error, and would take the node down
 _FLAGS = ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")

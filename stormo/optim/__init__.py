@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stormo.optim.lamb import LAMB
     from stormo.optim.lars import LARC, LARS
+    from stormo.optim.muon import Muon
     from stormo.optim.novograd import NovoGrad
 
-__all__ = ["LAMB", "LARC", "LARS", "NovoGrad"]
+__all__ = ["LAMB", "LARC", "LARS", "Muon", "NovoGrad"]
 
 
 def __getattr__(name: str) -> Any:

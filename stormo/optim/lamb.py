@@ -59,17 +59,7 @@ class LAMB(LayerwiseOptimizer):
         super().add_param_group(param_group)
 
     def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
-        beta1, beta2 = layers.group["betas"]
-        means, squares = layers.kept("exp_avg"), layers.kept("exp_avg_sq")
-        torch._foreach_lerp_(means, layers.gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, layers.gradients, layers.gradients, 1 - beta2)
-        steps = _advance_steps(layers)
-        below = torch._foreach_sqrt(squares)
-        torch._foreach_div_(below, host_numbers((1 - beta2**steps).sqrt()))
-        torch._foreach_add_(below, layers.group["eps"])
-        updates = list(torch._foreach_div(means, below))
-        torch._foreach_div_(updates, host_numbers(1 - beta1**steps))
+        updates = adam_updates(layers)
         torch._foreach_add_(updates, layers.weights, alpha=layers.decay)
         return layers.weights, updates
 
@@ -82,6 +72,22 @@ class LAMB(LayerwiseOptimizer):
             rates = rates * torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
         multiply(updates, rates)
         torch._foreach_sub_(layers.weights, updates)
+
+
+def adam_updates(layers: Layers) -> list[Tensor]:
+    """Adam's update of every layer with debiased moments, without decay and learning rate; new tensors."""
+    beta1, beta2 = layers.group["betas"]
+    means, squares = layers.kept("exp_avg"), layers.kept("exp_avg_sq")
+    torch._foreach_lerp_(means, layers.gradients, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, layers.gradients, layers.gradients, 1 - beta2)
+    steps = _advance_steps(layers)
+    below = torch._foreach_sqrt(squares)
+    torch._foreach_div_(below, host_numbers((1 - beta2**steps).sqrt()))
+    torch._foreach_add_(below, layers.group["eps"])
+    updates = list(torch._foreach_div(means, below))
+    torch._foreach_div_(updates, host_numbers(1 - beta1**steps))
+    return updates
 
 
 def _advance_steps(layers: Layers) -> Tensor:

@@ -59,6 +59,9 @@ class Layers:
             torch._foreach_copy_(self.parameters, self.weights)
 
 
+Begun = tuple[Layers, tuple[list[Tensor], ...], Sequence[Tensor]]  # with what `_begin` returns, and its norms
+
+
 class LayerwiseOptimizer(Optimizer):
     """The base class; a subclass computes the step of layers of one kind.
 
@@ -113,8 +116,7 @@ class LayerwiseOptimizer(Optimizer):
         if self.global_squares is None:
             for layers in self._alike():
                 begun = self._begin(layers)
-                self._end(layers, begun, [norms(tensors) for tensors in begun] if layers.is_adapted else ())
-                layers.write_back()
+                self._finish([(layers, begun, [norms(tensors) for tensors in begun] if layers.is_adapted else ())])
         else:
             self._step_shards(self.global_squares)
         return loss
@@ -131,13 +133,20 @@ class LayerwiseOptimizer(Optimizer):
                     row.copy_(squares_of(measured))
             columns[-1].fill_(float(layers.has_gradient))
         whole = global_squares([parameter for layers in sets for parameter in layers.parameters], own)
+        ready: list[Begun] = []
         for layers, tensors, columns in zip(sets, begun, whole.split(widths, dim=1), strict=True):
             if not layers.has_gradient:
                 if not columns[-1].item():  # nor has any other shard
                     continue
                 self.state[layers.parameters[0]] = layers.states[0]
             lengths = columns[:-1].sqrt().to(layers.weights[0])
-            self._end(layers, tensors, list(lengths) if layers.is_adapted else ())
+            ready.append((layers, tensors, list(lengths) if layers.is_adapted else ()))
+        self._finish(ready)
+
+    def _finish(self, ready: Sequence[Begun]) -> None:
+        """Step what `_begin` has prepared. Workers with shards call it once a step, for the same layers."""
+        for layers, begun, lengths in ready:
+            self._end(layers, begun, lengths)
             layers.write_back()
 
     def _alike(self) -> Iterator[Layers]:

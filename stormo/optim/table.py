@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -18,17 +19,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stormo.config import schema
-from stormo.errors import SettingError
+from stormo.errors import SettingError, pluralize
 from stormo.optim.lamb import LAMB
 from stormo.optim.lars import LARC, LARS
 from stormo.optim.layerwise import LayerwiseOptimizer
+from stormo.optim.muon import Muon
 from stormo.optim.novograd import NovoGrad
+from stormo.optim.parameter_names import lr_factor_of
+from stormo.optim.schedule_free import begin_training, schedule_free_adamw
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # whatever their shape
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool = False) -> list[dict[str, Any]]:
-    """Two groups: weights, which decay, and biases and norms, which do not; `layerwise` adapts only the weights."""
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    layerwise: bool = False,
+    lr: float = 0.0,
+    factors: Mapping[str, float] = {},
+) -> list[dict[str, Any]]:
+    """Two groups: weights, which decay, and biases and norms, which do not; `layerwise` adapts only the weights.
+
+    Where a task has `lr_factors`, each is divided by the factors of its parameters' learning rates.
+    """
     norms = {id(p) for layer in model.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [p for p in trained if p.ndim > 1 and id(p) not in norms]
@@ -39,7 +53,44 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool =
     ]
     if layerwise:
         groups[0]["adapt"], groups[1]["adapt"] = True, False
+    if factors:
+        of = lr_factor_of(model, factors)
+        groups = [
+            {**group, "params": [p for p in group["params"] if of.get(id(p), 1.0) == factor], "lr": lr * factor}
+            for group in groups
+            for factor in dict.fromkeys((1.0, *factors.values()))
+        ]
     return [group for group in groups if group["params"]]
+
+
+def muon_groups(
+    model: nn.Module, weight_decay: float, *, lr: float, adamw_lr: float, factors: Mapping[str, float] = {}
+) -> list[dict[str, Any]]:
+    """Muon for hidden matrices and convolutions; AdamW for embeddings, the output layer, biases, norms and all others.
+
+    The output layer is the last one with a matrix, in the order of the model's modules.
+    """
+    with_matrix = [layer for layer in model.modules() if any(p.ndim == 2 for p in layer.parameters(recurse=False))]
+    outer = [layer for layer in with_matrix if isinstance(layer, nn.Embedding | nn.EmbeddingBag)] + with_matrix[-1:]
+    apart = {id(parameter) for layer in outer for parameter in layer.parameters(recurse=False)}
+    kernels = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
+    groups: list[dict[str, Any]] = []
+    for group in parameter_groups(model, weight_decay, layerwise=True, lr=lr, factors=factors):
+        if group["adapt"]:
+            hidden = {id(p) for p in group["params"] if id(p) in kernels or (p.ndim == 2 and id(p) not in apart)}
+            groups.append({**group, "params": [p for p in group["params"] if id(p) in hidden]})
+            group["params"] = [p for p in group["params"] if id(p) not in hidden]
+        groups.append({**group, "adapt": False, "lr": adamw_lr * (group.get("lr", lr) / lr)})
+    return [group for group in groups if group["params"]]
+
+
+def muon_notice(model: nn.Module, optimizer: Optimizer) -> str:
+    """Which weights Muon takes, and which larger ones it leaves to AdamW."""
+    adapted = {id(p) for group in optimizer.param_groups if group["adapt"] for p in group["params"]}
+    wide = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1 and id(p) not in adapted]
+    rest = f"all others, among them {', '.join(wide)}" if wide else "all others"
+    choice = "A task's optimizer() may return a stormo.optim.Muon with another choice."
+    return f"Muon steps {pluralize(len(adapted), 'weight')}, and AdamW {rest}. {choice}"
 
 
 @functools.cache
@@ -108,28 +159,41 @@ def start_momentum(optimizer: Optimizer, *, may_skip: bool = False) -> None:
             optimizer.state[parameter]["momentum_buffer"] = start
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd": torch.optim.SGD,
     "adamw": torch.optim.AdamW,
     "lars": LARS,
     "larc": LARC,
     "lamb": LAMB,
     "novograd": NovoGrad,
+    "muon": Muon,
+    "schedule-free-adamw": schedule_free_adamw,
 }
 
 
-def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
-    """The optimizer of the settings, over all trained parameters of a model already on its device."""
+def make_optimizer(model: nn.Module, settings: schema.Optimizer, factors: Mapping[str, float] = {}) -> Optimizer:
+    """The optimizer of the settings, over all trained parameters of a model already on its device.
+
+    `factors` of learning rates are by patterns of parameter names.
+    """
     if "torch._dynamo" not in sys.modules:
         skip_compiler_import()
     base: Any = OPTIMIZERS[settings.optimizer]
+    is_free = base is schedule_free_adamw
+    base = schedule_free_adamw() if is_free else base
     layerwise = issubclass(base, LayerwiseOptimizer)
     options: dict[str, Any] = {"lr": settings.base_lr, **settings.specific_options()}
+    if base is Muon:
+        options["betas"] = 0.9, options.pop("beta2")
+        lr, adamw_lr = settings.base_lr, options.pop("adamw_lr") or settings.base_lr
+        return Muon(muon_groups(model, settings.weight_decay, lr=lr, adamw_lr=adamw_lr, factors=factors), **options)
     if "beta2" in options:
-        options["betas"] = settings.momentum, options.pop("beta2")
-    else:
-        options |= {"momentum": settings.momentum, "nesterov": settings.nesterov}
-    if not layerwise:
+        options["betas"] = options.pop("momentum"), options.pop("beta2")
+    if not (layerwise or is_free):
         options["fused"] = all(parameter.is_floating_point() for parameter in model.parameters())
-    kind: type[Any] = base if layerwise else _without_compiler(base)
-    return kind(parameter_groups(model, settings.weight_decay, layerwise=layerwise), **options)  # type: ignore[no-any-return]
+    kind: type[Any] = base if layerwise or is_free else _without_compiler(base)
+    groups = parameter_groups(model, settings.weight_decay, layerwise=layerwise, lr=settings.base_lr, factors=factors)
+    made: Optimizer = kind(groups, **options)
+    if is_free:
+        begin_training(made)
+    return made

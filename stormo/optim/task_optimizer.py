@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,10 +12,14 @@ from torch.optim import Optimizer
 
 from stormo.config import schema
 from stormo.errors import SettingError
+from stormo.optim.schedule_free import begin_training, is_schedule_free
 from stormo.optim.table import skip_compiler_import, skip_compiler_in_step
 
 # Settings without effect on a task's optimizer.
-IGNORED = ("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay")
+IGNORED = (
+    *("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay"),
+    *("ns_steps", "adjust_lr", "adamw_lr"),
+)
 _MAX_NAMED = 3  # frozen parameters
 
 
@@ -27,6 +31,69 @@ def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> O
     if optimizer is None:
         return None
     said = f"optimizer() returned a {type(optimizer).__name__}"
+    _check(said, optimizer, model)
+    if getattr(getattr(make, "__self__", None), "lr_factors", None):
+        raise SettingError(
+            f"{said} and the task has lr_factors", "they are for the optimizers of --optimizer", "leave out one of them"
+        )
+    for name in parameters_not_in(optimizer, model):
+        # Never stepped: its gradients would only accumulate, and count in clipping.
+        model.get_parameter(name).requires_grad_(False)
+    skip_compiler_in_step(optimizer)
+    if is_schedule_free(optimizer):
+        begin_training(optimizer)
+    return optimizer  # type: ignore[no-any-return]
+
+
+class JoinedOptimizer(Optimizer):
+    """Several optimizers as one, which share its parameter groups and its state; each is stepped by itself."""
+
+    def __init__(self, parts: Mapping[str, Optimizer]) -> None:
+        super().__init__([group for part in parts.values() for group in part.param_groups], {})
+        self.parts = dict(parts)
+        for part in parts.values():
+            self.state.update(part.state)
+            part.state = self.state
+
+
+def make_task_optimizers(make: Callable[[nn.Module], Any], model: nn.Module) -> JoinedOptimizer:
+    """The optimizers of a task that has several, checked, with what they leave out frozen."""
+    if "torch._dynamo" not in sys.modules:
+        skip_compiler_import()
+    parts = make(model)
+    if not isinstance(parts, Mapping) or not parts or not all(isinstance(name, str) for name in parts):
+        kind = type(parts).__name__
+        raise SettingError(
+            f"optimizers() returned a {kind}", "it maps names to optimizers", 'return {"critic": …, "generator": …}'
+        )
+    for name, part in parts.items():
+        _check(f"optimizers() returned a {type(part).__name__} as {name}", part, model)
+        skip_compiler_in_step(part)
+        if is_schedule_free(part):
+            said = f"optimizers() returned a {type(part).__name__} as {name}"
+            raise SettingError(said, "its averages are for a single optimizer", "return another, such as AdamW")
+    held = [id(p) for part in parts.values() for group in part.param_groups for p in group["params"]]
+    if len(held) > len(set(held)):
+        raise SettingError(
+            f"optimizers() returned {', '.join(parts)}",
+            "some parameters are in more than one of them",
+            "give every parameter to one",
+        )
+    joined = JoinedOptimizer(parts)
+    for name in parameters_not_in(joined, model):
+        model.get_parameter(name).requires_grad_(False)
+    return joined
+
+
+def optimizer_name(optimizer: Optimizer) -> str:
+    """What it is called: its class, or those of its parts."""
+    if not isinstance(optimizer, JoinedOptimizer):
+        return type(optimizer).__name__
+    return " and ".join(f"{type(part).__name__} ({name})" for name, part in optimizer.parts.items())
+
+
+def _check(said: str, optimizer: Any, model: nn.Module) -> None:
+    """Refuse what cannot be stepped here; `said` begins the sentence."""
     if not isinstance(optimizer, Optimizer):
         raise SettingError(said, "a torch.optim.Optimizer is stepped", "return one, or None for that of --optimizer")
     known = {id(parameter) for parameter in model.parameters()}
@@ -47,11 +114,6 @@ def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> O
         )
     if is_scheduled(optimizer):
         raise _scheduled(f"{said} with a learning-rate scheduler")
-    for name in parameters_not_in(optimizer, model):
-        # Never stepped: its gradients would only accumulate, and count in clipping.
-        model.get_parameter(name).requires_grad_(False)
-    skip_compiler_in_step(optimizer)
-    return optimizer
 
 
 def parameters_not_in(optimizer: Optimizer, model: nn.Module) -> list[str]:
@@ -87,7 +149,7 @@ def _scheduled(what: str) -> SettingError:
     return SettingError(
         what,
         "stormo sets the learning rates before every step, those of all groups by one factor",
-        "leave the scheduler out and set --decay and --warmup-epochs, or the same in the task's defaults",
+        "return the scheduler from scheduler(self, optimizer), or leave it out and set --decay and --warmup-epochs",
     )
 
 
@@ -102,7 +164,7 @@ def optimizer_notice(
         settings: of the run.
         learning_rate: of the plan.
     """
-    name, several = type(optimizer).__name__, len(optimizer.param_groups) > 1
+    name, several = optimizer_name(optimizer), len(optimizer.param_groups) > 1
     declared = settings.optimizer.base_batch_size
     batch = "one worker's batch" if declared is None else f"a batch of {declared}"
     text = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,11 @@ from stormo.layers.sync_batch_norm import (
     local_statistics,
     set_absent,
 )
-from stormo.optim.table import make_optimizer, start_momentum
+from stormo.optim import schedule_free
+from stormo.optim.muon import Muon
+from stormo.optim.parameter_names import freeze
+from stormo.optim.schedule_free import is_schedule_free
+from stormo.optim.table import make_optimizer, muon_notice, start_momentum
 from stormo.optim.task_optimizer import (
     IGNORED,
     check_learning_rates,
@@ -41,6 +46,7 @@ from stormo.optim.task_optimizer import (
     optimizer_notice,
     parameters_not_in,
 )
+from stormo.optim.task_scheduler import TaskScheduler
 from stormo.parallel.compression import HALF_DTYPES, PowerSgd
 from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, capture
 from stormo.parallel.exposed import ExposedWait
@@ -49,13 +55,19 @@ from stormo.parallel.host_sum import open_host_sum
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
-from stormo.tasks.returned import check_model, read_loss, without_gradient
+from stormo.parallel.weight_average import WeightAverage
+from stormo.tasks.returned import make_model, read_loss, without_gradient
 from stormo.tasks.task import Task
 
 _SPARSE = "the model has sparse gradients"
 _NO_HOST_SUM = (
     "Statistics of batch norm are summed by NCCL: the workers' slices could not share host memory, which is faster."
 )
+_OTHER_STATISTICS = (
+    "The statistics of batch norm are those of the weights that are trained, and validation uses the average of these "
+    "weights: its accuracy may be too low. Layer norm and group norm have no statistics."
+)
+_BATCH_NORMS = (BatchNormBase, SynchronisedNorm, LocalNorm)
 # Settings of the optimizer that need dense gradients, and why.
 _NEED_DENSE = (
     ("noise_scale", "which are compared by their norms"),
@@ -98,10 +110,13 @@ class Strategy:
         self.notices: list[str] = []  # what was chosen, for the start of the run
         self.warnings: list[str] = []  # what the user should change
         self.module = self._make_model()  # the user's model itself
-        # Every parameter group keeps its ratio to the first, whose learning rate is given to `step`.
+        # Every parameter group keeps its ratio to --base-lr or, of a task's optimizer, to the first.
         self.learning_rates = group_learning_rates(self.optimizer)  # of each group, as last set
-        self._lr_ratios = [rate / self.learning_rates[0] for rate in self.learning_rates]
-        self.lr_factor = self.learning_rates[0] / settings.optimizer.base_lr  # of the first group to the plan's
+        reported = self.learning_rates[0] if self.has_own_optimizer else settings.optimizer.base_lr
+        self._lr_ratios = [rate / reported for rate in self.learning_rates]
+        self._reported_rate = reported
+        self.scheduler = self._make_scheduler()
+        self.lr_factor = reported / settings.optimizer.base_lr  # of what is given to `step` to the plan's
         self.scaler = self._make_scaler()
         self.clock: Clock = _Start()  # the trainer replaces it
         self._noise = GradientNoise(settings, world.device)
@@ -118,7 +133,7 @@ class Strategy:
 
     def _make_model(self) -> nn.Module:
         """The task's model on this worker's device, and its optimizer."""
-        model = check_model(self.task, self.task.model()).to(self.world.device)
+        model = make_model(self.task).to(self.world.device)
         if self._plan.precision == "fp64":
             model = model.double()
         if self._plan.channels_last:
@@ -149,12 +164,50 @@ class Strategy:
         return self.world.small_messages().sum
 
     def _make_optimizer(self, model: nn.Module) -> None:
-        own = make_task_optimizer(self.task.optimizer, model)
+        if self._settings.optimizer.freeze is not None:
+            self.notices.append(freeze(model, self._settings.optimizer.freeze))
+        own = self._task_optimizer(model)
         self.has_own_optimizer = own is not None  # the task's
-        self.optimizer = make_optimizer(model, self._settings.optimizer) if own is None else own
+        factors = self.task.lr_factors
+        self.optimizer = make_optimizer(model, self._settings.optimizer, factors) if own is None else own
+        if own is None and isinstance(self.optimizer, Muon):
+            self.notices.append(muon_notice(model, self.optimizer))
+        has_batch_norms = any(isinstance(layer, _BATCH_NORMS) for layer in model.modules())
+        if is_schedule_free(self.optimizer) and has_batch_norms:
+            self.warnings.append(_OTHER_STATISTICS)
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
+
+    def _task_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        return make_task_optimizer(self.task.optimizer, model)
+
+    def _make_scheduler(self) -> TaskScheduler | None:
+        """The task's scheduler, if it makes one."""
+        if type(self.task).scheduler is Task.scheduler:
+            return None
+        interval = self.task.scheduler_interval
+        made = TaskScheduler(self.task.scheduler, self.optimizer, interval)
+        text = (
+            f"The task's {made.name} sets the learning rates, once {'a step' if interval == 'step' else 'an epoch'}; "
+        )
+        ignored = sorted(
+            self._settings.given
+            & {"decay", "decay_every", "decay_factor", "decay_share", "warmup_epochs", "warmup_from"}
+        )
+        text += "warm-up and decay of the settings have no effect."
+        (self.warnings if ignored else self.notices).append(text)
+        return made
+
+    def step_scheduler(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
+        """After a step or an epoch: let the task's scheduler set the next learning rates, if that is its interval."""
+        if self.scheduler is not None and self.scheduler.interval == interval:
+            self.scheduler.step(metrics)
+
+    @property
+    def scheduler_factor(self) -> float:
+        """The factor of the reported learning rate that the task's scheduler has set."""
+        return 1.0 if self.scheduler is None else self.scheduler.rates[0] / self._reported_rate
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
@@ -182,10 +235,9 @@ class Strategy:
         """Which layers the model has, of those that the plan depends on; None if other workers have them."""
         if self._plan.layout.mesh.pipeline > 1:
             return {"has_convolutions": None, "has_batch_norms": None}
-        norms = (BatchNormBase, SynchronisedNorm, LocalNorm)
         return {
             "has_convolutions": any(parameter.ndim == 4 for parameter in self.module.parameters()),
-            "has_batch_norms": any(isinstance(layer, norms) for layer in self.module.modules()),
+            "has_batch_norms": any(isinstance(layer, _BATCH_NORMS) for layer in self.module.modules()),
         }
 
     def optimizer_params(self) -> list[nn.Parameter]:
@@ -215,6 +267,24 @@ class Strategy:
         """This worker's buffers by their names in the whole model."""
         return self.module.named_buffers()
 
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this worker that are in the model's `state_dict`."""
+        persistent = {id(tensor) for tensor in self.module.state_dict(keep_vars=True).values()}
+        return {name: buffer for name, buffer in self.named_buffers() if id(buffer) in persistent}
+
+    @cached_property
+    def average(self) -> WeightAverage | None:
+        """The moving average of the weights, if that is set; made when it is first needed."""
+        decay = self._settings.optimizer.ema
+        if decay is None:
+            return None
+        return WeightAverage(decay, self.shards(), self.persistent_buffers(), self.shards_changed)
+
+    def update_average(self) -> None:
+        """After a step: update the moving average of the weights, if that is set."""
+        if self.average is not None:
+            self.average.update()
+
     def average_buffers(self) -> None:
         """Set the buffers (running statistics) of all workers to their mean."""
         group = self.world.data
@@ -232,7 +302,9 @@ class Strategy:
         return {
             "scaler": dict(self.scaler.state_dict()),
             "noise_scale": self.noise_scale.state() if self.noise_scale is not None else None,
+            "schedule_free": schedule_free.counters(self.optimizer) if is_schedule_free(self.optimizer) else None,
             "stale_gradients": {str(age): number for age, number in (self.stale_gradients or {}).items()},
+            **({} if self.scheduler is None else {"scheduler": self.scheduler.state()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,6 +313,22 @@ class Strategy:
             self.scaler.load_state_dict(dict(state["scaler"]))
         if self.noise_scale is not None and state.get("noise_scale"):
             self.noise_scale.take(state["noise_scale"])
+        if self.scheduler is not None and "scheduler" in state:
+            self.scheduler.take(state["scheduler"])
+        if is_schedule_free(self.optimizer) and state.get("schedule_free"):
+            schedule_free.resume(self.optimizer, state["schedule_free"])
+            self.shards_changed()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside it, the weights are those that are validated and saved: of a schedule-free optimizer, its averages."""
+        if not is_schedule_free(self.optimizer):
+            yield
+            return
+        with schedule_free.averaged(self.optimizer):
+            self.shards_changed()
+            yield
+        self.shards_changed()
 
     # A micro-batch
 
@@ -268,7 +356,7 @@ class Strategy:
                 return loss
         model = self._model if is_full else self._eager
         try:
-            with self._gradient_sync(span.is_last), _absent(self.module, batch.is_padding):
+            with self._gradient_sync(span.is_last), absent(self.module, batch.is_padding):
                 with self._noise.on_samples(model, batch, self.clock.epoch):
                     loss = self._forward_backward(model, batch.data, batch.weight)
                 if self.noise_scale is not None:
@@ -303,12 +391,16 @@ class Strategy:
         """The model without communication."""
         return self._eager
 
+    def loss_of(self, model: nn.Module, data: Any) -> Any:
+        """What the task's loss returns."""
+        return self.task.loss(model, data)
+
     def _forward_backward(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         # Gradients are averaged over data-parallel workers, hence the factor of their number. The result is the
         # gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are. With a
         # count it is a sum over items, which the step divides by the number of all items.
         with self.autocast(), self.loss_weights.guarded(model) as guard:
-            loss, count = read_loss(self.task, self.task.loss(model, data))
+            loss, count = read_loss(self.task, self.loss_of(model, data))
         loss, factor = self.loss_weights.weigh(loss, count, weight, guard)
         self._backward(self.scaler.scale(loss * (factor * self.world.data.size)))
         return loss.detach() * (factor * self._loss_share)
@@ -354,19 +446,27 @@ class Strategy:
     # A step
 
     def step(self, learning_rate: float) -> None:
-        """Clip and apply the gradients at this learning rate of the first parameter group, then clear them."""
+        """Clip and apply the gradients at this learning rate, of which groups may have multiples, then clear them."""
         self._set_learning_rate(learning_rate)
-        self._collect_gradients()
-        self._divide_by_items(self._gradients())
-        self._finish_gradients()
-        start_momentum(self.optimizer, may_skip=self.scaler.is_enabled())
-        self.scaler.step(self.optimizer)
+        self._apply_gradients(self.optimizer)
         self.scaler.update()
         self.clear_gradients()
+        self.update_average()
+
+    def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step an optimizer with the gradients of all workers."""
+        self._collect_gradients()
+        self._divide_by_items(self._gradients())
+        self._finish_gradients(optimizer)
+        start_momentum(optimizer, may_skip=self.scaler.is_enabled())
+        self.scaler.step(optimizer)
 
     def _set_learning_rate(self, rate: float) -> None:
         check_learning_rates(self.optimizer, self.learning_rates)
-        self.learning_rates = [rate * ratio for ratio in self._lr_ratios]
+        if self.scheduler is None:
+            self.learning_rates = [rate * ratio for ratio in self._lr_ratios]
+        else:
+            self.learning_rates = [own * (rate / self._reported_rate) for own in self.scheduler.rates]
         for group, group_rate in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = group_rate
 
@@ -386,7 +486,7 @@ class Strategy:
         own = self.loss_weights.own.clone()
         return own if self._is_trying else self.world.data.sum(own)
 
-    def _finish_gradients(self) -> None:
+    def _finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure and clip the gradient of the whole batch, then add noise to it."""
         # Clipping comes first. The norm of noise over d elements is sigma * sqrt(d): clipping both would leave next to
         # nothing of the gradient.
@@ -396,7 +496,7 @@ class Strategy:
         if meter is not None and self.scaler.is_enabled():
             scale = self.scaler.scale(torch.ones((), device=self.world.device))  # without waiting for the device
         if is_unscaled:
-            self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(optimizer)
         if meter is not None or clip_norm is not None:
             norm = self._gradient_norm()
             if clip_norm is not None:
@@ -586,7 +686,7 @@ class Strategy:
 
 
 @contextmanager
-def _absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
+def absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
     """Keep a padding sample out of every statistic."""
     if not is_padding:
         yield

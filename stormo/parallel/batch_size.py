@@ -209,6 +209,7 @@ class StateSnapshot:
         ]
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._learning_rates = strategy.learning_rates
+        self._has_average = strategy.average is not None and strategy.average.has_started
         self._states = {
             owner: {key: (value, _copy(value) if isinstance(value, Tensor) else None) for key, value in state.items()}
             for owner, state in optimizer.state.items()
@@ -234,6 +235,8 @@ class StateSnapshot:
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(values)
         self._strategy.learning_rates = self._learning_rates
+        if self._strategy.average is not None:
+            self._strategy.average.has_started = self._has_average
         for layer, mode in self._modes:
             layer.training = mode
         set_host_states(self._random)

@@ -25,10 +25,12 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.optim.global_norms import GlobalSquares
 from stormo.optim.layerwise import LayerwiseOptimizer
+from stormo.optim.muon import Muon
 from stormo.optim.sharded import ShardedGradScaler, check_elementwise, to_local_params
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.ddp import align_strides, check_reached, name_unused_parameters, replica
+from stormo.parallel.matrix_exchange import MatrixExchange
 from stormo.parallel.meta_init import Values, materialize, meta_model
 from stormo.parallel.parameter_shards import LocalParameter, ParameterShard, local_parameters, plain
 from stormo.parallel.tensor.hybrid import split_classifier
@@ -160,6 +162,9 @@ class Sharded(Strategy):
         )
         if isinstance(self.optimizer, LayerwiseOptimizer) and self._model_group.size > 1:
             self.optimizer.global_squares = self._global_squares
+        if isinstance(self.optimizer, Muon) and self._model_group.size > 1:
+            shards = [shard for _, shard in self._pairs]
+            self.optimizer.exchange = MatrixExchange(shards, self._whole_shapes, self._model_group, self.world.device)
 
     def _make_shard(self, one: LocalParameter) -> ParameterShard:
         is_sharded = self._zero > 0

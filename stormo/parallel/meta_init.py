@@ -23,7 +23,7 @@ from stormo.data.reading import is_stream, read
 from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
 from stormo.errors import StormoError
-from stormo.tasks.returned import check_model
+from stormo.tasks.returned import check_model, make_model
 from stormo.tasks.task import Task
 
 _Described = list[list[Any]]  # of each tensor: all its names, its type, its shape
@@ -74,7 +74,7 @@ def meta_model(world: World, task: Task, notices: list[str]) -> tuple[nn.Module,
 def _build_in_memory(task: Task, built: list[nn.Module]) -> list[Any]:
     """Build the model: its names and shapes, whether it has no other tensors, and the random state afterwards."""
     older = _tensors()
-    built.append(check_model(task, task.model()))
+    built.append(make_model(task))
     gc.collect()
     known = {id(tensor) for tensor in (*older, *built[0].parameters(), *built[0].buffers())}
     # Any other tensor, in an attribute or a cache, would have no values on the meta device.

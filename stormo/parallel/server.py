@@ -86,7 +86,7 @@ class Server(Strategy):
     @torch.no_grad()
     def _step_stored(self, learning_rate: float) -> None:
         self._set_learning_rate(learning_rate)
-        self._finish_gradients()
+        self._finish_gradients(self.optimizer)
         start_momentum(self.optimizer)
         self.optimizer.step()
 
@@ -115,6 +115,7 @@ class Server(Strategy):
             if message.status == FAILED:
                 raise PeerFailedError(f"rank {server} failed as a server while rank {self.world.rank} waited for it.")
         self._take_weights()
+        self.update_average()
 
     def try_step(self, data: Any) -> None:
         """Use the memory of two accumulated micro-batches: a step needs only host memory, on the servers."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from stormo.config import schema
 from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
+from stormo.optim.parameter_names import freeze
 from stormo.optim.table import make_optimizer
 from stormo.optim.task_optimizer import make_task_optimizer
 from stormo.parallel.fsdp import has_statistics
@@ -39,9 +40,16 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
     Parameters that the task's optimizer leaves out are frozen in `fake_model`.
     """
     twin, fake = fake_model.model(), fake_model.fake
-    optimizer = make_task_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer)
+    if type(task).optimizers is not Task.optimizers:
+        raise SettingError(
+            f"{type(task).__name__} has several optimizers", "predict counts one step", "try it on a GPU instead"
+        )
+    if settings.optimizer.freeze is not None:
+        freeze(twin, settings.optimizer.freeze)
+    optimizer = make_task_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer, task.lr_factors)
     fake_model.frozen |= {name for name, parameter in twin.named_parameters() if not parameter.requires_grad}
     state, step_bytes, notices = _optimizer_bytes(twin, optimizer, fake)
+    has_average = settings.optimizer.ema is not None
     units = units_of(twin, settings.sharding.shard_modules)
     return ModelSize(
         parameters=tuple(
@@ -52,7 +60,7 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
                 num_rows=parameter.shape[0] if parameter.ndim else 1,
                 is_trained=parameter.requires_grad,
                 dtype=str(parameter.dtype).removeprefix("torch."),
-                state_bytes=state.get(name, 0),
+                state_bytes=state.get(name, 0) + (parameter.nbytes if has_average and parameter.requires_grad else 0),
                 block=next((unit for unit in units if name.startswith(f"{unit}.")), ""),
                 keeps_format=has_statistics(twin.get_submodule(name.rpartition(".")[0])),
             )

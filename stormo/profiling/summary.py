@@ -271,8 +271,8 @@ _ADVICE = {
     "of equal speed would shorten it.",
     "input": "Most of the rest is spent waiting for data: more --loader-workers, or a data set that fits on the device "
     "(--loader resident), would shorten it.",
-    "idle": "Most of the rest is spent in Python, between operations: larger batches, --compile, or on one GPU --graph "
-    "would shorten it.",
+    "idle": "Most of the rest is spent in Python, between operations: larger batches, --compile, or --graph (single, "
+    "ddp) would shorten it.",
 }
 
 

@@ -212,6 +212,13 @@ class Table:
     is_code: bool = False
 
 
+class Picture(NamedTuple):
+    """An image and its caption."""
+
+    title: str
+    address: str  # data:…, as the page loads nothing
+
+
 @dataclass(frozen=True)
 class Panel:
     """One section of the page."""
@@ -223,5 +230,6 @@ class Panel:
     stacks: Sequence[Stack] = ()
     lanes: Sequence[Lanes] = ()
     tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
     notes: Sequence[str] = ()
     why_empty: str = ""

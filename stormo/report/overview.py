@@ -18,6 +18,7 @@ from stormo.telemetry.text import format_duration, format_figure, format_rate, u
 ENDS = {
     "target": "reached its target",
     "epochs": "trained all its epochs",
+    "script": "reached its end",
     "signal": "stopped by a signal; it can be resumed",
     "divergence": "diverged",
     "error": "ended by an error",

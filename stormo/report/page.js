@@ -106,13 +106,14 @@ function panelNode(panel, isWide) {
     panel.why_empty ? el("p", { class: "why", text: panel.why_empty }) : null,
     drawn.length ? el("div", { class: "figures" }, ...drawn) : null,
     ...all.filter((figure) => !drawn.includes(figure)),
+    panel.pictures.length ? el("div", { class: "figures" }, ...panel.pictures.map((one) => el("figure", {}, el("img", { src: one.address, alt: one.title }), el("figcaption", { text: one.title })))) : null,
     ...panel.tables.map((table) => tableNode(table, panel)),
     panel.notes.length ? el("ul", { class: "notes" }, ...panel.notes.map((text) => el("li", { text }))) : null);
 }
 
 // Two panels of one figure or narrow table stand side by side; one that has no such neighbour takes the whole width.
 function widths(panels) {
-  const isSmall = (panel) => panel && !panel.stacks.length && !panel.lanes.length && panel.id !== "command" &&
+  const isSmall = (panel) => panel && !panel.stacks.length && !panel.lanes.length && !panel.pictures.length && panel.id !== "command" &&
     (panel.charts.length ? panel.charts.length === 1 && !panel.tables.length : panel.tables.length && panel.tables[0].columns.length === 2);
   const wide = [];
   for (let index = 0; index < panels.length; index += 1) {
@@ -125,7 +126,7 @@ function widths(panels) {
 }
 
 const looksOf = (panel, isWide) => JSON.stringify([panel, isWide, doc.time_unit, doc.timeline, doc.runs.map((run) => run.name)]);
-const shapeOf = (panel) => JSON.stringify([panel.id, panel.notes, panel.tables, panel.why_empty, panel.stacks.map((one) => one.bars.length + one.parts.length), panel.lanes,
+const shapeOf = (panel) => JSON.stringify([panel.id, panel.notes, panel.tables, panel.pictures, panel.why_empty, panel.stacks.map((one) => one.bars.length + one.parts.length), panel.lanes,
   panel.charts.map((chart) => [chart.id, chart.why_empty, chart.note, chart.series.map((line) => [line.run, line.name])])]);
 
 function show(isWhole) {

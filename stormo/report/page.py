@@ -20,6 +20,7 @@ from typing import Any
 from stormo.errors import MissingPackageError
 from stormo.report.charts import MAX_POINTS, STYLE, Chart, Lanes, LineStyle, Panel, Series, line_styles
 from stormo.report.history import History
+from stormo.report.logged import logged_panels
 from stormo.report.machines import ledger_panel, machine_panels, power_panel
 from stormo.report.overview import MAX_TIMELINE_ROWS, fact_panels, summary_figures, timeline, timeline_panel
 from stormo.report.training import pipeline_panel, training_panels
@@ -34,6 +35,7 @@ def make_panels(histories: Sequence[History]) -> list[Panel]:
     """Every panel, in the order of the page."""
     return [
         *training_panels(histories),
+        *logged_panels(histories),
         pipeline_panel(histories),
         power_panel(histories),
         ledger_panel(histories),
@@ -94,6 +96,7 @@ def _panel(panel: Panel, runs: Sequence[str]) -> dict[str, Any]:
         "charts": [] if is_empty else charts,
         "stacks": [asdict(stack) for stack in panel.stacks],
         "lanes": [_lanes(lanes) for lanes in panel.lanes],
+        "pictures": [picture._asdict() for picture in panel.pictures],
         "tables": [asdict(table) for table in panel.tables],
     }
 

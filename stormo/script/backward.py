@@ -98,7 +98,7 @@ class Backward:
         """A loss of weight 0 may be a mean of nothing: NaN, and so is zero times that."""
         if weight:
             (loss * weight if weight != 1.0 else loss).backward(**options)
-        elif self._loop.has_sync_norm:  # other workers wait for this one there
+        elif self._loop.runs_together:  # other workers wait for this one there
             with _zeros_stay_zeros(loss):
                 (loss * 0.0).backward(**options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,9 @@ class Loop:
     is_stepping: bool = False  # inside of the step of a wrapped optimizer
     awaits_more: bool = False  # the last backward said more=True
     closure_losses: list[tuple[float, Tensor]] | None = None  # in a closure: the losses so far, each with its weight
-    has_sync_norm: bool = False  # so that no worker may run a model alone
+    around_step: Callable[[], AbstractContextManager[None]] = nullcontext  # what watches steps, such as a profile
+    has_sync_norm: bool = False
+    has_shards: bool = False
     saw_stop: bool = False  # the script has seen that it should stop
     num_loaders: int = 0
     warned: set[str] = field(default_factory=set)  # keys of warnings that were printed
@@ -72,6 +74,11 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._replicas = ReplicaCheck(self.world, self.groups)
+
+    @property
+    def runs_together(self) -> bool:
+        """Whether no worker may run a model alone: the others would wait in it."""
+        return self.has_sync_norm or self.has_shards
 
     @property
     def num_steps(self) -> int:

@@ -240,6 +240,9 @@ class MapLoader(LoaderBase):
                 self._drawn = self._order.draw(self.epoch, self._position, num_samples)
             order, sizes = self._drawn
             steps = _steps(sizes.cumsum(0).tolist(), self._position)
+            is_small = bool(steps) and steps[-1][1] - steps[-1][0] < self.loop.world.size * self.accumulate
+            if is_small and len(steps) > 1 and self.loop.has_shards and not torch.is_grad_enabled():
+                steps[-2:] = [(steps[-2][0], steps[-1][1])]  # every worker must run a sharded model
             spans = (span for step in steps for span in self._spans(*step))
             self._requests.items = (self._keys(order, span.start, span.stop) for span in spans if span.num_samples)
             reader = iter(self._reader)
@@ -281,7 +284,7 @@ class MapLoader(LoaderBase):
     def _must_post(self) -> bool:
         """Whether no backward shows the others that this worker continues; saves half of all posts."""
         is_trained = self.trains and self.batch_info is not None and self.batch_info.is_trained
-        return not is_trained or self.loop.has_sync_norm
+        return not is_trained or self.loop.runs_together
 
     def _keys(self, order: Tensor, start: int, stop: int) -> list[Any]:
         return self._samples.keys(order, start, stop, self._seed, self.epoch)

@@ -101,7 +101,9 @@ def _numbers_of(group: Group) -> Iterator[_Number]:
         for number, settings in enumerate(optimizer.param_groups, 1):
             lr = float(settings.get("lr", 0.0))
             yield _Number("learning rate", f"of optimizer {index}, group {number}", lr, _TOLERANCE * abs(lr))
-    named: list[tuple[str, str, Tensor]] = [("parameter", *each) for each in group.model.named_parameters()]
+    named: list[tuple[str, str, Tensor]] = []
+    if not group.is_sharded:
+        named += [("parameter", *each) for each in group.model.named_parameters()]
     if not group.averages_buffers:
         named += [("buffer", *each) for each in _persistent_buffers(group.model)]
     named = [each for each in named if _has_norm(each[2])]

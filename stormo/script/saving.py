@@ -20,6 +20,7 @@ from stormo.data.order import derive_seed
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.script.loop import Loop
+from stormo.script.sharding import like, whole_tensors
 from stormo.script.stepping import Group
 from stormo.script.values import decode, encode
 
@@ -41,6 +42,13 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
     if gathered is not None:
         own = {f"{r}/{n}": t for r, payload in enumerate(gathered) for n, t in safetensors.torch.load(payload).items()}
 
+    # All workers gather shards, each in turn; what every worker has whole is rank 0's to collect.
+    gathered_groups = {
+        index: _group_tensors(_prefix(loop, group), group)
+        for index, group in enumerate(loop.groups)
+        if group.is_sharded
+    }
+
     def write() -> None:
         _require_newest(loop, folder)
         plain: dict[str, Tensor] = {}
@@ -51,7 +59,10 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
             "loaders": encode({n: loader.state() for n, loader in loop.loaders.items()}, plain, "loaders"),
             "extra": encode(extra, plain, "extra"),
         }
-        tensors = [_group_tensors(_prefix(loop, group), group) for group in loop.groups]
+        tensors = [
+            gathered_groups.get(index) or _group_tensors(_prefix(loop, group), group)
+            for index, group in enumerate(loop.groups)
+        ]
         snapshot = Snapshot(
             model={name: tensor for model, _ in tensors for name, tensor in model.items()},
             optimizer={name: tensor for _, optimizer in tensors for name, tensor in optimizer.items()},
@@ -181,6 +192,8 @@ def _group_tensors(prefix: str, group: Group) -> tuple[dict[str, Tensor], dict[s
         for index, optimizer in enumerate(group.optimizers)
         for name, tensor in checkpoint.flatten_optimizer(optimizer, _names(group)).items()
     }
+    if group.is_sharded:
+        return whole_tensors(model, group.loop.world), whole_tensors(optimizer, group.loop.world)
     return model, optimizer
 
 
@@ -206,6 +219,9 @@ def _load_group(
 ) -> None:
     try:
         tensors = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
+        if group.is_sharded:
+            own = group.model.state_dict()
+            tensors = {name: like(tensor, own.get(name)) for name, tensor in tensors.items()}
         group.model.load_state_dict(tensors | saved["model"])
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -222,6 +238,9 @@ def _load_group(
     for index, each in enumerate(group.optimizers):
         start = f"{prefix}{index}/"
         state = {name.removeprefix(start): t for name, t in optimizer.items() if name.startswith(start)}
+        if group.is_sharded:
+            parameters = dict(group.model.named_parameters())
+            state = {name: like(tensor, parameters.get(name.partition("|")[0])) for name, tensor in state.items()}
         checkpoint.restore_optimizer(each, _names(group), state)
         for settings, values in zip(each.param_groups, saved["settings"][index], strict=True):
             settings.update(values)

@@ -22,6 +22,7 @@ from stormo.optim.task_optimizer import is_scheduled
 from stormo.parallel.buckets import is_summed
 from stormo.parallel.exchange import GradientExchange
 from stormo.script.loop import Loop
+from stormo.script.sharding import ShardedExchange
 
 _MOST_FRAMES = 12  # between a step and the loss scaler that calls it: torch's wrappers and ours
 
@@ -35,8 +36,8 @@ class OptimizerGate:
         self.optimizer = optimizer
         self.has_backward = False  # there was one since the gradients were cleared
         self.is_pending = False  # and no step since
-        _replace(optimizer, "step", self._step)
-        _replace(optimizer, "zero_grad", self._zero_grad)
+        replace_method(optimizer, "step", self._step)
+        replace_method(optimizer, "zero_grad", self._zero_grad)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -56,7 +57,8 @@ class OptimizerGate:
     def step_done(self) -> None:
         """A step was taken, or skipped by a loss scaler."""
         self.is_pending = False
-        self._group.num_steps += 1
+        with self._loop.around_step():
+            self._group.num_steps += 1
         for loader in self._loop.iterating:
             loader.step_taken()
 
@@ -135,16 +137,24 @@ class Group:
     """Models that were wrapped together, with their optimizers, schedulers and loss scalers."""
 
     def __init__(
-        self, loop: Loop, model: nn.Module, parts: tuple[Any, ...], *, average_buffers: bool, compress: str = "none"
+        self,
+        loop: Loop,
+        model: nn.Module,
+        parts: tuple[Any, ...],
+        *,
+        average_buffers: bool,
+        compress: str = "none",
+        is_sharded: bool = False,
     ) -> None:
         self.loop = loop
+        self.is_sharded = is_sharded
         self.model = model
         self.num_steps = 0
         self.is_trained = False
         self.averages_buffers = average_buffers
         self._partial: list[tuple[Tensor, int]] = []  # weights and gradients of a micro-batch, with their versions
         # Posts come first: gradients of different sizes must not meet.
-        self.exchange = GradientExchange(
+        self.exchange = (ShardedExchange if is_sharded else GradientExchange)(
             model,
             loop.world,
             average_buffers=average_buffers,
@@ -155,7 +165,7 @@ class Group:
         self.gates: list[OptimizerGate] = []
         self.others: list[Any] = []  # schedulers and loss scalers
         for module in (part for part in parts if isinstance(part, nn.Module)):
-            _replace(module, "zero_grad", functools.partial(self._zero_grad, module))
+            replace_method(module, "zero_grad", functools.partial(self._zero_grad, module))
             vars(module)["__getstate__"] = MethodType(_state_without_gates, module)
         self.add(tuple(part for part in parts if not isinstance(part, nn.Module)))
 
@@ -167,8 +177,8 @@ class Group:
         for other in others:
             for name in ("step", "update", "unscale_"):
                 if hasattr(other, name):
-                    _replace(other, name, functools.partial(self._other_step, other, name))
-            _replace(other, "state_dict", _without_gates)
+                    replace_method(other, name, functools.partial(self._other_step, other, name))
+            replace_method(other, "state_dict", _without_gates)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -182,7 +192,7 @@ class Group:
             return
         trained = (p.grad for p in self.model.parameters() if p.grad is not None and p.requires_grad)
         gradient = next(trained, None)
-        if gradient is not None and self.loop.world.size > 1 and not is_summed(gradient):
+        if gradient is not None and self.loop.world.size > 1 and not (self.is_sharded or is_summed(gradient)):
             raise SettingError(
                 "world.backward() was called on top of gradients that did not come from it",
                 "loss.backward() gives every worker its own gradient, which the sum would count once a worker",
@@ -278,7 +288,7 @@ def _state_without_gates(module: nn.Module) -> Any:
     state: Any = type(module).__getstate__(module)
     if not isinstance(state, dict):
         return state
-    return {name: value for name, value in state.items() if name not in ("zero_grad", "__getstate__")}
+    return {name: value for name, value in state.items() if name not in ("zero_grad", "forward", "__getstate__")}
 
 
 def _without_gates(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +299,8 @@ def _without_gates(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return {name: value for name, value in state.items() if not isinstance(value, MethodType)}
 
 
-def _replace(owner: Any, name: str, gate: Callable[..., Any]) -> None:
+def replace_method(owner: Any, name: str, gate: Callable[..., Any]) -> None:
+    """Put a gate before a method, on this object alone."""
     inner = getattr(owner, name)
 
     def gated(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,15 +6,21 @@ length: a worker whose stream has ended gets padding until the last one is done.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from stormo.data.batches import batch_length, cut, move, samples_first
+from stormo.data.bookmarks import NOT_THE_SAME, Bookmark, digest, is_stateful
 from stormo.data.generators import generators_kept, host_states, seed_host, set_host_states
 from stormo.data.order import derive_seed
+from stormo.data.reading import SECONDS_BETWEEN_BOOKMARKS
 from stormo.data.sample_check import require_same_start
 from stormo.errors import SettingError, pluralize
 from stormo.script.collective_check import call_site
@@ -29,14 +35,14 @@ class _Generators:
     def __init__(self, seed: int) -> None:
         with generators_kept():
             seed_host(seed)
-            self._states = host_states()
+            self.states = host_states()
 
     def __enter__(self) -> None:
         self._outer = host_states()
-        set_host_states(self._states)
+        set_host_states(self.states)
 
     def __exit__(self, *error: object) -> None:
-        self._states = host_states()
+        self.states = host_states()
         set_host_states(self._outer)
 
 
@@ -55,14 +61,17 @@ class _StreamBase(LoaderBase):
         self.num_workers, self.collate_fn = batches.num_workers, batches.collate_fn
         self._batches = batches
         self._skipped: Any = _END  # the last batch before the position
+        self._place: tuple[Bookmark, Any, Any] | None = None  # a recent one, the random state there, the next batch
+        self._bookmark: dict[str, Any] | None = None  # of a checkpoint
 
     def _read(self, stream: int, own: tuple[int, ...] = ()) -> Iterator[Any]:
-        generators = _Generators(derive_seed(self._seed, "stream", self.epoch, *own))
-        position, num_read = self._position[stream], 0
-        self._skipped = _END
-        with generators:
-            source = iter(self._batches)
+        position = self._position[stream]
+        self._skipped, self._place, marked_s = _END, None, -math.inf
+        generators, source, reader, num_read = self._open(position, own)
         while True:
+            mark, random = None, generators.states
+            if num_read and time.monotonic() - marked_s >= SECONDS_BETWEEN_BOOKMARKS:
+                mark, marked_s = Bookmark.make(_owner(reader), num_read, self.epoch), time.monotonic()
             with generators:
                 batch = next(source, _END)
             if batch is _END and num_read < position:
@@ -73,14 +82,35 @@ class _StreamBase(LoaderBase):
                 )
             if batch is _END:
                 return
+            if mark is not None:
+                self._place = mark, random, batch
             batch = samples_first(batch, self._batch_dim)
-            if num_read < position:
-                start, num_read = position - num_read, num_read + batch_length(batch)
-                if num_read <= position:
-                    self._skipped = batch
-                    continue
-                batch = cut(batch, start, batch_length(batch))  # saved with batches of another size
+            first, num_read = num_read, num_read + batch_length(batch)
+            if num_read <= position:
+                self._skipped = batch
+                continue
+            if first < position:
+                batch = cut(batch, position - first, batch_length(batch))  # saved with batches of another size
             yield batch
+
+    def _open(self, position: int, own: tuple[int, ...]) -> tuple[_Generators, Iterator[Any], DataLoader[Any], int]:
+        """Begin a pass, or continue from the bookmark of a checkpoint if the same batch follows."""
+        mark, self._bookmark = self._bookmark, None
+        if mark is not None and mark["position"] < position:
+            generators = _Generators(0)
+            generators.states = mark["random"]
+            with contextlib.suppress(Exception):  # the library's own, for a state that it does not take
+                reader = copy.deepcopy(self._batches)  # a later pass begins without that state
+                _owner(reader).load_state_dict(mark["state"])
+                with generators:
+                    source = iter(reader)
+                    batch = next(source, _END)
+                if digest([batch]) == mark["digest"]:
+                    return generators, itertools.chain([batch], source), reader, mark["position"]
+            self.loop.warn_once("bookmark", f"{NOT_THE_SAME}.")
+        generators = _Generators(derive_seed(self._seed, "stream", self.epoch, *own))
+        with generators:
+            return generators, iter(self._batches), self._batches, 0
 
     def _to_device(self, rows: Any) -> Any:
         return move(samples_first(rows, self._batch_dim, undo=True), self.loop.world.device)
@@ -107,12 +137,18 @@ class StreamLoader(_StreamBase):
     """One stream for all workers: each takes its rows of every batch."""
 
     def state(self) -> dict[str, Any]:
-        """Where it is, and how it is read."""
-        return super().state() | {"reading": self._reading()}
+        """Where it is, how it is read, and the stream's own state, if it has one."""
+        state = super().state() | {"reading": self._reading()}
+        if self._place is not None and self._place[0].position < state["position"][0]:
+            mark, random, batch = self._place
+            place = {"position": mark.position, "state": mark.state, "random": random, "digest": digest([batch])}
+            state["bookmark"] = place
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume there with the next iteration."""
         super().load_state(state)
+        self._bookmark = state.get("bookmark")
         then, here = state.get("reading"), self._reading()
         if any(self._position) and then != here:
             raise SettingError(
@@ -220,6 +256,11 @@ class ShardedLoader(_StreamBase):
         batch = next(source, _END)
         self._post_batch(f"batch {number + 1}", 0 if batch is _END else batch_length(batch))
         return batch, list(self.loop.check.wait())
+
+
+def _owner(reader: DataLoader[Any]) -> Any:
+    """What knows the place in a stream: a loader of torchdata, or the data set that is read in this process."""
+    return reader if is_stateful(reader) or reader.num_workers else reader.dataset
 
 
 def _no_batch_for(rank: int) -> SettingError:

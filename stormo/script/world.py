@@ -13,12 +13,13 @@ import builtins
 import contextlib
 import hashlib
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +32,28 @@ from stormo.distributed.world import World as Workers
 from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
 from stormo.launch import FailureReporter
+from stormo.launch.nodes import PROFILE
 from stormo.script import joining, saving, values
 from stormo.script.backward import Backward
 from stormo.script.collective_check import CollectiveCheck, call_site
 from stormo.script.energy import Energy, ScriptMeter, StartRecorder
 from stormo.script.loader_factory import Batches, Loader, make_loader
+from stormo.script.logs import ScriptLog
 from stormo.script.loop import Loop
+from stormo.script.sharding import norm_of
 from stormo.script.wrapping import warn_of_unwrapped_optimizers, wrap
 
 Compress = Literal["none", "bf16", "fp16"]
+
+
+class WrapOptions(TypedDict, total=False):
+    """The options of `wrap`, which says what they are."""
+
+    sync_batch_norm: bool
+    compress: Compress
+    strategy: Literal["ddp", "fsdp"]
+    precision: Literal["fp32", "bf16"]
+
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -56,6 +70,8 @@ class World:
         backend: nccl or gloo; by default what fits the device.
         timeout_s: how long a worker waits for the others before it gives up; default 600.
         energy: measure what the nodes draw, and print it when the script ends, if anything can be read.
+        run_folder: where `log` writes, such as runs/mine; a script that is started again continues it.
+        sinks: other tools that get what is logged: "mlflow", "wandb", and those of other packages.
     """
 
     def __init__(
@@ -65,6 +81,8 @@ class World:
         backend: str | None = None,
         timeout_s: float | None = None,
         energy: bool = True,
+        run_folder: str | Path | None = None,
+        sinks: Sequence[str] = (),
     ) -> None:
         global _the_world  # noqa: PLW0603
         if _the_world is not None:
@@ -73,18 +91,26 @@ class World:
             )
         workers, reporter = joining.join(device, backend, timeout_s)
         _the_world = self
-        self._set_up(workers, reporter, energy=energy)
+        self._set_up(workers, reporter, energy=energy, run_folder=run_folder, sinks=sinks)
         warn_of_unwrapped_optimizers(self._loop)
         joining.at_exit(self.close)
 
     @classmethod
-    def _of(cls, workers: Workers, reporter: FailureReporter) -> World:
+    def _of(cls, workers: Workers, reporter: FailureReporter, **options: Any) -> World:
         """On workers that have met already, besides the one of this process."""
         self = cls.__new__(cls)
-        self._set_up(workers, reporter)
+        self._set_up(workers, reporter, **options)
         return self
 
-    def _set_up(self, workers: Workers, reporter: FailureReporter, *, energy: bool = False) -> None:
+    def _set_up(
+        self,
+        workers: Workers,
+        reporter: FailureReporter,
+        *,
+        energy: bool = False,
+        run_folder: str | Path | None = None,
+        sinks: Sequence[str] = (),
+    ) -> None:
         self._workers = workers
         self._reporter = reporter
         self._stop = joining.StopRequest(announces=workers.rank_info.launcher == "alone")
@@ -93,9 +119,16 @@ class World:
         self._meter = ScriptMeter(workers) if energy else None
         self._starts = StartRecorder(NoNodeRecorder(), 0) if self._meter is None else self._meter.starts
         self._has_own_seed = False
+        self._log = ScriptLog(None if run_folder is None else Path(run_folder), sinks, workers)
         check = CollectiveCheck(workers, self._stop.current)
         self._loop = Loop(world=workers, check=check, begin=self._draw_own_numbers)
         self._backward = Backward(self._loop)
+        self._profile: Any = None
+        if (asked := os.environ.get(PROFILE)) is not None:
+            from stormo.script.profiling import ScriptProfile  # torch's profiler takes time to import
+
+            self._profile = ScriptProfile(asked, self._loop, Path("." if run_folder is None else run_folder))
+            self._loop.around_step = self._profile.around
         if self.size > 1:
             saving.synchronise_generators(workers)
 
@@ -136,21 +169,32 @@ class World:
         if self.is_main:
             builtins.print(*args, **{"flush": True} | options)  # noqa: T201
 
+    def log(self, name: str, value: Any) -> None:
+        """Log a number, an image (uint8, HWC or CHW) or a figure of matplotlib by name, at the current step.
+
+        Rank 0 writes its own value into the `run_folder` of `World`, where TensorBoard and `stormo report` find it, and
+        to the `sinks`. Sum or average first what is of all workers: `world.log("loss", world.mean(loss.item()))`.
+        """
+        self._log.write(name, value, self._loop.num_steps)
+
     # What is trained
 
     @overload
-    def wrap(self, first: _A, /, *, sync_batch_norm: bool = True, compress: Compress = "none") -> _A: ...
+    def wrap(self, first: _A, /, **options: Unpack[WrapOptions]) -> _A: ...
     @overload
+    def wrap(self, first: _A, second: _B, /, **options: Unpack[WrapOptions]) -> tuple[_A, _B]: ...
+    @overload
+    def wrap(self, first: _A, second: _B, third: _C, /, **options: Unpack[WrapOptions]) -> tuple[_A, _B, _C]: ...
+    @overload
+    def wrap(self, *parts: Any, **options: Unpack[WrapOptions]) -> Any: ...
     def wrap(
-        self, first: _A, second: _B, /, *, sync_batch_norm: bool = True, compress: Compress = "none"
-    ) -> tuple[_A, _B]: ...
-    @overload
-    def wrap(
-        self, first: _A, second: _B, third: _C, /, *, sync_batch_norm: bool = True, compress: Compress = "none"
-    ) -> tuple[_A, _B, _C]: ...
-    @overload
-    def wrap(self, *parts: Any, sync_batch_norm: bool = True, compress: Compress = "none") -> Any: ...
-    def wrap(self, *parts: Any, sync_batch_norm: bool = True, compress: Compress = "none") -> Any:
+        self,
+        *parts: Any,
+        sync_batch_norm: bool = True,
+        compress: Compress = "none",
+        strategy: Literal["ddp", "fsdp"] = "ddp",
+        precision: Literal["fp32", "bf16"] = "fp32",
+    ) -> Any:
         """Take in models, their optimizers, schedulers and loss scalers; returns these very objects.
 
         The models move to the device and start with rank 0's weights.
@@ -163,8 +207,18 @@ class World:
                 Layers with ghost batch norm (`convert_ghost_batch_norm`) keep it in either case.
             compress: over a slow network gradients may travel as "bf16" or "fp16", in half the bytes of float32, and
                 are summed in float32.
+            strategy: "ddp", a replica of the model on every worker; "fsdp", a shard of its weights, gradients and
+                optimizer state, by torch's fully_shard, block by block.
+            precision: "bf16" runs the forward of the models under autocast; weights and outputs stay float32.
         """
-        wrap(self._loop, parts, sync_batch_norm=sync_batch_norm, compress=compress)
+        wrap(
+            self._loop,
+            parts,
+            sync_batch_norm=sync_batch_norm,
+            compress=compress,
+            strategy=strategy,
+            precision=precision,
+        )
         return parts[0] if len(parts) == 1 else parts
 
     def loader(
@@ -225,7 +279,8 @@ class World:
             more: another backward follows before the step; saves an exchange between the workers.
             options: passed to torch, such as retain_graph.
         """
-        self._backward(loss, count, reduction, loader, more, **options)
+        with self._loop.around_step():
+            self._backward(loss, count, reduction, loader, more, **options)
         self._reporter.alive(self._loop.num_steps)
         self._starts.advance(self._loop.num_steps)
 
@@ -244,7 +299,7 @@ class World:
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor | None:
         """Clip the gradient of a complete step to a norm, and return what it was; None between its micro-batches."""
         parameters = list(parameters)
-        return None if self._loop.is_accumulating else nn.utils.clip_grad_norm_(parameters, max_norm)
+        return None if self._loop.is_accumulating else norm_of(nn.utils.clip_grad_norm_(parameters, max_norm))
 
     # What the workers do together
 
@@ -400,8 +455,11 @@ class World:
     def close(self) -> None:
         """Leave, and print the energy; called automatically when the script ends."""
         self._loop.check.require_worker("world.close()")
+        if self._profile is not None:
+            self._profile.close()
         self._loop.check.is_closed = True
         total = self._meter.close() if self._meter is not None else None
+        self._log.close()
         for group in self._loop.groups:
             group.exchange.close()
         for lease in self._staged:

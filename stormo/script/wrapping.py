@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,19 +18,31 @@ from stormo.errors import SettingError, pluralize
 from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
 from stormo.parallel.buckets import is_summed
 from stormo.parallel.compression import HALF_DTYPES
+from stormo.parallel.pytree import tree_map_only
 from stormo.script.collective_check import batch_norm_site, call_site
 from stormo.script.loop import Loop
-from stormo.script.stepping import Group
+from stormo.script.sharding import shard_models
+from stormo.script.stepping import Group, replace_method
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+_IS_SHARDED = {"ddp": False, "fsdp": True}  # by strategy
 
 
-def wrap(loop: Loop, parts: tuple[Any, ...], *, sync_batch_norm: bool, compress: str) -> None:
+def wrap(
+    loop: Loop,
+    parts: tuple[Any, ...],
+    *,
+    sync_batch_norm: bool,
+    compress: str,
+    strategy: str = "ddp",
+    precision: str = "fp32",
+) -> None:
     """Make a group of models and what belongs to them, or add to the group of a model that was wrapped before."""
     models = [part for part in parts if isinstance(part, nn.Module)]
     group = None if models else _group_of(parts, loop.groups)
     _check_parts(parts, models, group, compress)
-    loop.check.exchange(f"world.wrap(compress={compress!r}) in {call_site()}")
+    _check_choices(strategy, precision, compress, has_model=bool(models))
+    loop.check.exchange(f"world.wrap({compress=}, {strategy=}, {precision=}) in {call_site()}")
     if group is not None:
         _check_new([], parts, loop.groups)
         group.add(parts)
@@ -38,7 +50,8 @@ def wrap(loop: Loop, parts: tuple[Any, ...], *, sync_batch_norm: bool, compress:
     _forget_unused(loop)
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
     _check_new(model.parameters(), parts, loop.groups)
-    for each in models:
+    is_sharded = _IS_SHARDED[strategy] and loop.world.size > 1
+    for each in models if not is_sharded else ():  # shards move block by block
         each.to(loop.world.device)
     _check_optimizers(parts, model)
     if sync_batch_norm and loop.world.size > 1:
@@ -54,7 +67,38 @@ def wrap(loop: Loop, parts: tuple[Any, ...], *, sync_batch_norm: bool, compress:
     # Ghost batch norm stays what it is, and its running statistics are a worker's own.
     has_local = any(isinstance(layer, LocalNorm) for layer in model.modules())
     averages = has_local or not sync_batch_norm
-    loop.groups.append(Group(loop, model, parts, average_buffers=averages, compress=compress))
+    dtype = HALF_DTYPES.get(precision)
+    if is_sharded:
+        shard_models(loop, models, [part for part in parts if isinstance(part, Optimizer)], dtype)
+    if dtype is not None:
+        for each in models:
+            compute_in(each, loop.world.device, dtype)
+    made = Group(loop, model, parts, average_buffers=averages, compress=compress, is_sharded=is_sharded)
+    loop.groups.append(made)
+
+
+def _check_choices(strategy: str, precision: str, compress: str, *, has_model: bool) -> None:
+    called = f"world.wrap(…, {strategy=}, {precision=}) was called"
+    if strategy not in _IS_SHARDED:
+        raise SettingError(called, "scripts have replicas or shards of a model", 'set strategy="ddp" or "fsdp"')
+    if precision not in ("fp32", "bf16"):
+        instead = 'set precision="bf16", or keep torch.autocast and a GradScaler in the script'
+        raise SettingError(called, "fp16 needs a scaled loss, and fp64 a model in it", instead)
+    if _IS_SHARDED[strategy] and compress != "none":
+        raise SettingError(called, "torch sums the gradients of shards itself", "leave compress out")
+    if not has_model and (_IS_SHARDED[strategy] or precision != "fp32"):
+        raise SettingError(called, "it is a model's", "set it where the model is wrapped")
+
+
+def compute_in(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Run a model's forward under autocast; its outputs are float32, in which a loss is exact enough."""
+
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype):
+            outputs = inner(*args, **kwargs)
+        return tree_map_only(Tensor, lambda each: each.float() if each.dtype == dtype else each, outputs)
+
+    replace_method(model, "forward", forward)
 
 
 class SumInModel:
@@ -86,7 +130,7 @@ def _broadcast_weights(world: World, model: nn.Module) -> None:
     world.require_same({"wrapped model": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:12]})
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.numel() and world.size > 1:
-            whole = tensor.detach().contiguous()
+            whole = tensor.detach().to(world.device).contiguous()
             world.broadcast(whole.view(-1).view(torch.uint8))
             tensor.copy_(whole)
 

@@ -34,13 +34,14 @@ _TARGETS = ("target_accuracy", "target_loss")
 # Dropped from the config file of an earlier run: where it ran, how its batch grew, what it left behind.
 _OF_EARLIER_RUN = (
     *(*_SET_BY_STUDY, "max_batch_size", "num_nodes", "node_id", "master_addr", "master_port", "max_restarts"),
-    *("checkpoint_every", "tensorboard", "prometheus"),
+    *("checkpoint_every", "tensorboard", "mlflow", "wandb", "sinks", "prometheus"),
 )
 # Settings that may differ between two calls for one study.
 _NOT_COMPARED = {
     *(*_SET_BY_STUDY, "num_nodes", *_BATCHES, "seed"),
     *({field.name for field in fields(Command)} - {"profile"}),  # a profile takes time
-    *("node_id", "master_addr", "master_port", "timeout", "prometheus", "prometheus_host"),
+    *("node_id", "master_addr", "master_port", "timeout", "prometheus", "prometheus_host", "mlflow", "wandb"),
+    "sinks",
 }
 
 

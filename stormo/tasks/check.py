@@ -15,6 +15,7 @@ from stormo.errors import SettingError
 from stormo.tasks.task import Task
 
 REQUIRED = ("model", "train_data", "validation_data", "loss")
+HOOKS = ("on_train_start", "on_step_end", "on_validation_end", "on_epoch_end", "on_train_end")
 _NEAR = 0.85  # a letter more, less or other
 # What each method is called with, beside the task itself.
 _CALLED_WITH: dict[str, tuple[str, ...]] = {
@@ -27,19 +28,28 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "augment": ("batch", "draws"),
     "collate": ("samples",),
     "optimizer": ("model",),
+    "optimizers": ("model",),
+    "scheduler": ("optimizer",),
     "tensor_plan": ("model",),
     "classifier": ("model",),
     "pieces": ("model",),
+    **dict.fromkeys(HOOKS, ("context",)),
     "fetch": (),
     "facts": (),
 }
-_OPTIONAL = (*(name for name in _CALLED_WITH if name not in (*REQUIRED, "__init__")), "defaults", "num_draws")
+_OPTIONAL = (
+    *(name for name in _CALLED_WITH if name not in (*REQUIRED, "__init__")),
+    "defaults",
+    "num_draws",
+    "lr_factors",
+)
 
 
 def check_task(task_class: type[Task]) -> None:
     """Raise an error for the first mistake in the methods and values of the class."""
     _check_required(task_class)
     _check_spelling(task_class)
+    _check_several(task_class)
     for method in _CALLED_WITH:
         if getattr(task_class, method, None) is not getattr(Task, method, None):
             _check_method(task_class, method)
@@ -50,12 +60,44 @@ def check_task(task_class: type[Task]) -> None:
             "it counts the random numbers that augment() gets for each sample",
             "set a whole number from 0",
         )
+    if task_class.scheduler_interval not in ("step", "epoch"):
+        raise SettingError(
+            f"{name}.scheduler_interval is {task_class.scheduler_interval!r}",
+            "it says how often scheduler() is stepped",
+            'set it to "step" or "epoch"',
+        )
+    if not isinstance(task_class.lr_factors, Mapping | property):
+        raise SettingError(
+            f"{name}.lr_factors is {task_class.lr_factors!r}",
+            "it maps patterns of parameter names to factors of the learning rate",
+            'set something like {"head.*": 10.0}',
+        )
     if reduction not in ("mean", "sum", "local"):
         raise SettingError(
             f"{name}.loss_reduction is {reduction!r}",
             "it says what loss() is over the samples of a batch",
             'set it to "mean", "sum" or "local"',
         )
+
+
+def _has_several(task_class: type[Task]) -> bool:
+    return task_class.optimizers is not Task.optimizers
+
+
+def _check_several(task_class: type[Task]) -> None:
+    """Refuse a task with several optimizers that has one too, or whose validation would have to choose a loss."""
+    said = f"class {task_class.__name__} has optimizers()"
+    if _has_several(task_class) and task_class.optimizer is not Task.optimizer:
+        raise SettingError(said, "it has optimizer() as well", "leave out one of them")
+    if _has_several(task_class) and task_class.metrics is Task.metrics:
+        raise SettingError(
+            said, "it has no metrics(), and there is no one loss to validate", f"write {_definition('metrics')}"
+        )
+
+
+def _called_with(task_class: type[Task], method: str) -> tuple[str, ...]:
+    is_in_turn = method == "loss" and _has_several(task_class)
+    return (*_CALLED_WITH[method], "optimizer") if is_in_turn else _CALLED_WITH[method]
 
 
 def check_init(task: Task) -> None:
@@ -104,18 +146,19 @@ def _could_be(optional: str, found: object) -> bool:
     return True
 
 
-def _definition(method: str) -> str:
-    return f"def {method}({', '.join(('self', *_CALLED_WITH[method]))})"
+def _definition(method: str, wanted: tuple[str, ...] | None = None) -> str:
+    return f"def {method}({', '.join(('self', *(wanted or _CALLED_WITH[method])))})"
 
 
 def _check_method(task_class: type[Task], method: str) -> None:
     found = inspect.getattr_static(task_class, method)
-    name, wanted = f"{task_class.__name__}.{method}", _CALLED_WITH[method]
+    name, wanted = f"{task_class.__name__}.{method}", _called_with(task_class, method)
     called = f"it is called as {method}({', '.join(wanted)})"
     is_bound_later = isinstance(found, classmethod) or (callable(found) and hasattr(found, "__get__"))
     if not is_bound_later and not isinstance(found, type):  # a class can stand for a function that makes its objects
         kind = type(found).__name__
-        raise SettingError(f"{name} is a {kind}", f"{called}, so it must be a method", f"write {_definition(method)}")
+        definition = _definition(method, wanted)
+        raise SettingError(f"{name} is a {kind}", f"{called}, so it must be a method", f"write {definition}")
     is_plain = not isinstance(found, classmethod | staticmethod | type)
     try:
         signature = inspect.signature(found if is_plain else getattr(task_class, method))
@@ -125,7 +168,7 @@ def _check_method(task_class: type[Task], method: str) -> None:
         signature.bind(*(("self", *wanted) if is_plain else wanted))
     except TypeError:
         written = f"{name}({', '.join(signature.parameters)})"
-        raise SettingError(f"{written} was written", called, f"write {_definition(method)}") from None
+        raise SettingError(f"{written} was written", called, f"write {_definition(method, wanted)}") from None
 
 
 def check_options(task_class: type[Task]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from stormo.data.reading import is_stream
 from stormo.errors import SettingError, pluralize
+
+if TYPE_CHECKING:
+    from stormo.tasks.task import Task
 
 Count = Tensor | float  # of the items that a loss or a metric is a mean of
 
@@ -43,6 +46,14 @@ def check_model(owner: object, model: Any, *, may_be_meta: bool = False) -> nn.M
         return model
     what, why, instead = found
     raise SettingError(f"{type(owner).__name__}.model() returned {what}", why, instead)
+
+
+def make_model(task: Task) -> nn.Module:
+    """The task's model, with the weights of --init-from where this process has them."""
+    model = check_model(task, task.model())
+    if task._initialise is not None:
+        task._initialise(model)
+    return model
 
 
 def check_data(owner: object, method: str, data: Any) -> Any:

@@ -5,7 +5,7 @@ This file imports no torch, so that the options of a built-in task are read at o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
     from stormo.config.plan import Facts
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
     """The options of a task that has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What a hook of a task gets, on every worker."""
+
+    epoch: int  # counted from 1
+    step: int  # optimizer steps since the start of the run
+    metrics: Mapping[str, float]  # of the validation; nothing before one
+    model: nn.Module  # as a validation calls it
+    log: Callable[[str, Any], None]  # a name and a number, an image or a figure; that of rank 0 counts
 
 
 class Task:
@@ -36,6 +48,10 @@ class Task:
     loss_reduction: ClassVar[Literal["mean", "sum", "local"]] = "mean"
     # Settings by field name that suit the task, {"optimizer": "adamw"}; whatever a user sets wins over them.
     defaults: ClassVar[Mapping[str, Any]] = {}
+    # Factors of the learning rate by patterns of parameter names, {"head.*": 10.0}; the first that fits a name counts.
+    lr_factors: Mapping[str, float] = {}
+    scheduler_interval: ClassVar[Literal["step", "epoch"]] = "step"  # how often the scheduler of the task is stepped
+    _initialise: Callable[[nn.Module], None] | None = None  # gives a new model the weights of --init-from, on rank 0
 
     def __init__(self, options: Any = None, **given: Any) -> None:
         options = type(self).Options() if options is None else options
@@ -57,7 +73,7 @@ class Task:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the data sets: a loading process that calls `collate` has the one it reads."""
-        return {**self.__dict__, "_datasets": None}
+        return {**self.__dict__, "_datasets": None, "_initialise": None}
 
     @classmethod
     def needs_data_for_facts(cls) -> bool:
@@ -113,8 +129,24 @@ class Task:
         """An optimizer of the task's own, over parameters of the model; None for that of --optimizer.
 
         Its learning rates are those for one worker's batch, as --base-lr is: --lr-rule, warm-up and decay multiply the
-        learning rate of every group by the same factor. A scheduler of torch on it is refused: set --decay and
-        --warmup-epochs, or the same in `defaults`. Parameters it does not hold are frozen.
+        learning rate of every group by the same factor. Parameters it does not hold are frozen.
+        """
+        return None
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """A scheduler of torch for this optimizer; None for the warm-up and decay of the settings.
+
+        It is stepped once a step, or with `scheduler_interval = "epoch"` after every validation. Its learning rates are
+        those for one worker's batch: --lr-rule multiplies them.
+        """
+        return None
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer] | None:
+        """Several optimizers by name, each over parameters of its own; they step in this order, in every step.
+
+        Then `loss(self, model, batch, optimizer)` gets the name of the one whose turn it is, and returns its loss. Only
+        that one's parameters have gradients meanwhile. The loss of the first is the one that is reported. Such a task
+        has `metrics`, and runs on one device or with `ddp`.
         """
         return None
 
@@ -140,6 +172,23 @@ class Task:
                 place in the global order alone, so the result does not depend on the number of workers.
         """
         return batch
+
+    # Hooks: called on every worker, in the same order, also after a resume.
+
+    def on_train_start(self, context: Context) -> None:
+        """Before the first step of every attempt."""
+
+    def on_step_end(self, context: Context) -> None:
+        """After an optimizer step."""
+
+    def on_validation_end(self, context: Context) -> None:
+        """After a validation, while the model still has the weights that were validated (see --ema)."""
+
+    def on_epoch_end(self, context: Context) -> None:
+        """After an epoch was counted, before its checkpoint."""
+
+    def on_train_end(self, context: Context) -> None:
+        """After the last step of an attempt, unless it failed."""
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str] | None:
         """How the layers of the model are cut over the workers along the axis tensor; None where stormo knows it.

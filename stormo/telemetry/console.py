@@ -214,7 +214,7 @@ class TerminalConsole:
             self._samples_per_s += change * (_RATE_SMOOTHING if self._samples_per_s else 1.0)
         if not self._may_redraw():
             return
-        num_steps = max(record.steps_in_epoch or self._run.steps_per_epoch, 1)
+        num_steps = record.steps_in_epoch or self._run.steps_per_epoch or 1
         fraction = min(record.step_in_epoch / num_steps, 1.0)
         parts = [
             _Part(text=f"{math.floor(100 * fraction):3d} %", drop_order=1),
@@ -224,8 +224,8 @@ class TerminalConsole:
         ]
         if record.mfu is not None and record.unit != "images":
             parts.append(_Part(text=f"MFU {100 * record.mfu:.0f} %", drop_order=2))
-        if self._samples_per_s:
-            batch = record.global_batch_size or self._run.global_batch_size
+        batch = record.global_batch_size or self._run.global_batch_size
+        if self._samples_per_s and batch:
             left_s = (num_steps - record.step_in_epoch) * batch / self._samples_per_s
             parts.append(_Part(text=f"ETA {format_clock(left_s)}", drop_order=6))
         if record.input_wait_fraction > _INPUT_WAIT_SHOWN_ABOVE:
@@ -252,7 +252,7 @@ class TerminalConsole:
             self._live.update(Text(""), refresh=True)
         if not self._columns:
             # The first epoch shows which metrics the task has; the widths stay the same from here on.
-            self._columns = _choose_columns(record, self._run.epochs, self._console.width)
+            self._columns = _choose_columns(record, self._run.epochs or 0, self._console.width)
             titles = " ".join(column.title.rjust(column.width) for column in self._columns)
             self._console.print(self._text(titles, "bold"), no_wrap=True, crop=True)
             rule = " ".join(("─" if self._is_unicode else "-") * column.width for column in self._columns)

@@ -37,6 +37,7 @@ from stormo.telemetry.record import (
     RunStarted,
     StepDone,
     ValidationProgress,
+    ValueLogged,
     flatten,
 )
 
@@ -55,7 +56,7 @@ def _event_name(kind: type) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
-_RECORDS = (RunStarted, StepDone, EpochDone, CheckpointSaved, Notice, DivergenceNoticed, RunEnded)
+_RECORDS = (RunStarted, StepDone, EpochDone, ValueLogged, CheckpointSaved, Notice, DivergenceNoticed, RunEnded)
 
 
 def _fields(kind: type) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def name_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: a reader sees the old or the new content, even after a power cut."""
     temporary = temporary_name(path)
     try:
         with name_in_errors(path), create(temporary) as file:
-            write_all(file, text.encode())
+            write_all(file, content.encode() if isinstance(content, str) else content)
             os.fsync(file.fileno())  # before the rename, or the new name could be an empty file
         temporary.replace(path)
     except BaseException:
@@ -139,6 +139,7 @@ class RunFolder:
     checkpoints = _Inside("checkpoints")
     nodes = _Inside("nodes")  # one file a node: its energy and its samples
     tensorboard = _Inside("tensorboard")
+    media = _Inside("media")  # pictures that were logged
 
     @property
     def name(self) -> str:

@@ -18,9 +18,9 @@ class RunStarted:
     run_folder: str
     task: str
     world_size: int
-    global_batch_size: int
-    epochs: int
-    steps_per_epoch: int
+    global_batch_size: int | None = None  # this and the next two: not known for a user's own loop
+    epochs: int | None = None
+    steps_per_epoch: int | None = None
     resumed_at_step: int | None = None
     explanation: tuple[str, ...] = ()  # every effective value with its reason, one line each
     job: Mapping[str, Any] | None = None  # of the scheduler, if any: its number, restarts and nodes
@@ -86,6 +86,16 @@ class EpochDone:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValueLogged:
+    """Something the user's code has logged: a number, or a picture in a PNG file."""
+
+    name: str
+    step: int
+    value: float | None = None
+    file: str | None = None  # relative to the run folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSampled:
     """The state of rank 0's node, with the keys of `stormo.energy.node_metrics`."""
 
@@ -139,6 +149,7 @@ Record = (
     | StepDone
     | ValidationProgress
     | EpochDone
+    | ValueLogged
     | NodeSampled
     | CheckpointSaved
     | Notice

@@ -173,7 +173,10 @@ def _start_unix_s(run: RunFolder) -> float:
 MISSING = "n/a"
 
 
-_STATES = {"target": "done", "epochs": "done", "signal": "stopped", "divergence": "diverged", "error": "failed"}
+_STATES = {
+    **{"target": "done", "epochs": "done", "script": "done"},  # script: a user's own loop, which has logged
+    **{"signal": "stopped", "divergence": "diverged", "error": "failed"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Writes TensorBoard event files without TensorBoard: TFRecord framing around hand-encoded protobuf messages.
 
 Formats: tensorflow's `record_writer.h` (length, masked CRC-32C, data, masked CRC-32C) and `event.proto`.
-Scalars only: no histograms, images or text.
+Scalars and images: no histograms or text.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 
 from stormo.system.files import make_folder, open_to_append
 from stormo.telemetry.folder import name_in_errors
-from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
+from stormo.telemetry.media import png_size
+from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone, ValueLogged
 
 _CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 _CRC_MASK_DELTA = 0xA282EAD8
@@ -52,10 +53,12 @@ class TensorBoardFile:
         """Write the scalars of one record."""
         if isinstance(record, RunStarted):
             self._open(record.resumed_at_step)
-        elif isinstance(record, StepDone):
-            self._write_scalars(record.step, _step_scalars(record))
-        elif isinstance(record, EpochDone):
-            self._write_scalars(record.step, _epoch_scalars(record))
+        elif isinstance(record, ValueLogged) and record.file is not None:
+            png = (self._folder.parent / record.file).read_bytes()
+            self._write_summary(record.step, [_image(record.name, png)])
+        elif isinstance(record, StepDone | EpochDone | ValueLogged):
+            scalars = scalars_of(record)
+            self._write_summary(record.step, [_scalar(tag, value) for tag, value in scalars.items()])
         elif isinstance(record, DivergenceNoticed) and record.rolled_back_to_step is not None:
             self._open(record.rolled_back_to_step)  # later steps are discarded, as by a resume
         elif isinstance(record, RunEnded):
@@ -83,8 +86,8 @@ class TensorBoardFile:
         session_log = _field(1, _VARINT, _varint(_SESSION_START))
         self._write_event(first_new_step, _field(7, _BYTES, session_log), time_unix_s=now_unix_s)
 
-    def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        summary = b"".join(_field(1, _BYTES, _scalar(tag, value)) for tag, value in scalars.items())
+    def _write_summary(self, step: int, values: Sequence[bytes]) -> None:
+        summary = b"".join(_field(1, _BYTES, value) for value in values)
         self._write_event(step, _field(5, _BYTES, summary), time_unix_s=self._clock())
 
     def _write_event(self, step: int, content: bytes, *, time_unix_s: float) -> None:
@@ -135,6 +138,20 @@ def _scalar(tag: str, value: float) -> bytes:
     except OverflowError:  # beyond single precision: what a conversion in C would give
         simple_value = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
     return _field(1, _BYTES, tag.encode()) + _field(2, _FIXED32, simple_value)
+
+
+def _image(tag: str, png: bytes) -> bytes:
+    """A `Summary.Value` with its `image`."""
+    width, height = png_size(png)
+    sizes = _field(1, _VARINT, _varint(height)) + _field(2, _VARINT, _varint(width))
+    return _field(1, _BYTES, tag.encode()) + _field(4, _BYTES, sizes + _field(4, _BYTES, png))
+
+
+def scalars_of(record: StepDone | EpochDone | ValueLogged) -> dict[str, float]:
+    """The figures of a record by the names that every tool shows."""
+    if isinstance(record, ValueLogged):
+        return {} if record.value is None else {record.name: record.value}
+    return _step_scalars(record) if isinstance(record, StepDone) else _epoch_scalars(record)
 
 
 def _step_scalars(record: StepDone) -> dict[str, float]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +16,14 @@ from stormo.config.schema import TrainConfig
 from stormo.data.loaders import Loader
 from stormo.distributed.world import AsyncAllReduce, World
 from stormo.energy.node_recorder import steady_unix_s
-from stormo.errors import pluralize
+from stormo.errors import SettingError, pluralize
 from stormo.optim.schedule import Schedule
 from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow
 from stormo.system.signals import StopFlag
+from stormo.tasks.task import Context, Task
+from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.media import log_value
 from stormo.telemetry.record import EpochDone, NodeSampled, Notice, Record, StepDone, ValidationProgress
 from stormo.training.clock import AnyNodeRecorder, TrainingClock
 from stormo.training.divergence import Diverged, LossMonitor, patience_steps
@@ -45,6 +50,7 @@ class RunContext:
     heartbeat: Callable[[int], None]
     node_recorder: AnyNodeRecorder
     profile: ProfileWindow
+    run_folder: Path = Path()  # where pictures that are logged go
     roll_back: Callable[[Diverged], bool] = lambda diverged: False  # to a good checkpoint, where that is set
     last_learning_rate: float = 0.0
     _recorded_sample: Mapping[str, Any] | None = None  # the newest sample of the node that was recorded
@@ -53,7 +59,7 @@ class RunContext:
         """The learning rate of the step that begins at this position of the epoch."""
         progress = self.state.progress
         rate = self.schedule(self.plan.schedule_step(progress.epoch, position)) * progress.rate_factor
-        self.last_learning_rate = rate
+        self.last_learning_rate = rate * self.state.strategy.scheduler_factor
         return rate
 
     @property
@@ -163,9 +169,47 @@ class RunContext:
             self.heartbeat(progress.step)
 
         strategy.average_buffers()
-        with strategy.swap_in_mean_weights():
+        with strategy.averaged_weights(), strategy.swap_in_mean_weights(), self._averaged():
             rounds = self.validation.run(strategy.validated, strategy.autocast)
-            return metrics_or_signal(rounds, self.world, self.stop_flag, on_round)
+            found = metrics_or_signal(rounds, self.world, self.stop_flag, on_round)
+            if not isinstance(found, int):
+                self.hook("on_validation_end", found)
+            return found
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Inside it, the model has the moving average of the weights, if that is set. All ranks enter it."""
+        strategy = self.state.strategy
+        if strategy.average is None:
+            yield
+            return
+        with strategy.average.swapped_in():
+            strategy.average_buffers()
+            yield
+
+    def hook(self, name: str, metrics: Mapping[str, float] | None = None, *, epoch: int | None = None) -> None:
+        """Call a hook of the task, if it has it. All ranks call it."""
+        strategy, progress = self.state.strategy, self.state.progress
+        if getattr(type(strategy.task), name) is getattr(Task, name):
+            return
+        model = strategy.validated
+        was_training = model.training
+        found = Context(
+            epoch=progress.epoch if epoch is None else epoch,
+            step=progress.step,
+            metrics=metrics or {},
+            model=model,
+            log=self._log,
+        )
+        getattr(strategy.task, name)(found)
+        if model.training != was_training:
+            model.train(was_training)
+
+    def _log(self, name: str, value: Any) -> None:
+        if not isinstance(name, str):
+            raise SettingError(f"log({name!r}, …) was called", "a figure has a name", "write log(name, value)")
+        if self.world.is_main:
+            self.record(log_value(RunFolder(self.run_folder), name, value, self.state.progress.step))
 
     def finish_epoch(self, metrics: dict[str, float], clock: TrainingClock, validation_time_s: float) -> EpochDone:
         """Count the epoch, and record it with its figures. All ranks call it."""

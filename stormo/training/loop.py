@@ -27,9 +27,11 @@ def train(run: RunContext) -> Outcome:
     clock = TrainingClock(run.world, run.loader, run.state.progress, run.state.strategy, run.node_recorder)
     run.profiler_step()
     with run.state.strategy.running():
+        run.hook("on_train_start")
         while True:
             outcome = _train_epochs(run, clock)
             if outcome.diverged is None:
+                run.hook("on_train_end", run.state.progress.validation)
                 return outcome
             diverged = find_bad_inputs(outcome.diverged, run.loader, run.world, is_stream=run.plan.facts.is_stream)
             if not run.roll_back(diverged):
@@ -65,16 +67,18 @@ def _train_epoch(run: RunContext, clock: TrainingClock, vote: AsyncAllReduce, lo
         learning_rate = run.learning_rate(progress.position)
         with range_of("optimizer"):
             strategy.step(learning_rate)
+            strategy.step_scheduler("step")
         progress.advance(run.loader.samples(batch.span))
         strategy.exchange_weights()
         step = StepInfo(
             epoch=progress.epoch,
             step=progress.step,
             position=batch.span.step_start,
-            learning_rate=learning_rate,
+            learning_rate=run.last_learning_rate,
             num_samples=batch.span.step_samples,
         )
         losses.update(step, run.state.add_loss)
+        run.hook("on_step_end")
         run.heartbeat(progress.step)
         clock.step_done()
         stop, diverged = vote.outcome(), losses.judge(vote.total())
@@ -116,6 +120,8 @@ def _end_epoch(run: RunContext, clock: TrainingClock, losses: LossMonitor) -> Ou
         last = StepInfo(epoch=progress.epoch, step=progress.step, position=0, learning_rate=run.last_learning_rate)
         return Outcome("divergence", diverged=losses.verdict("validation", last, metrics["loss"]))
     done = run.finish_epoch(metrics, clock, time.perf_counter() - began_s)
+    run.state.strategy.step_scheduler("epoch", metrics)
+    run.hook("on_epoch_end", {**metrics, "train_loss": done.train_loss}, epoch=done.epoch)
     run.save_epoch(losses, done)
     run.warn_if_not_learning()
     return None

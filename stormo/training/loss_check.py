@@ -201,7 +201,7 @@ def _evaluate(strategy: Strategy, model: nn.Module, data: Any) -> _Evaluation | 
     hooks = model.register_forward_pre_hook(enter, prepend=True), model.register_forward_hook(leave)
     try:
         with torch.no_grad():
-            returned: Any = strategy.task.loss(model, data)
+            returned: Any = strategy.loss_of(model, data)
         loss, count = returned if isinstance(returned, tuple) else (returned, None)
         found = _Evaluation(
             num_samples=batch_length(data),

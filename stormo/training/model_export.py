@@ -73,6 +73,12 @@ def export_model(task: Task, model: nn.Module, kind: str, file: Path) -> Exporte
 
 def _model_args(task: Task, model: nn.Module, number: int) -> tuple[int, _Args]:
     """How many of the first validation samples there are, up to a number, and what the loss gives to the model."""
+    if type(task).optimizers is not Task.optimizers:
+        raise SettingError(
+            f"{type(task).__name__} has several optimizers",
+            "its losses do not show how the model is to be called",
+            "set --format safetensors",
+        )
     with explain_errors(task, "validation_data", "loss"):
         data: Any = task.datasets()[1]
         samples = (

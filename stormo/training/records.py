@@ -33,6 +33,7 @@ from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, R
 from stormo.telemetry.runs_folder import forget_launch, note_launch
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
+from stormo.telemetry.trackers import TrackerSink, asked_trackers, make_trackers
 from stormo.training.clock import AnyNodeRecorder
 from stormo.training.run_folder import lock_folder, open_folder, remove_unbegun, torch_environment
 from stormo.training.state import Progress, RunState
@@ -67,8 +68,10 @@ class RunRecorder:
         self._saver = checkpoint.Saver(world, in_background=config.run.async_checkpoint)
         self._saving: CheckpointSaved | None = None  # the record of the save under way, on rank 0
         self._prometheus: PrometheusSink | None = None
+        self._trackers: list[TrackerSink] = []
         if world.is_main:
             run = config.run
+            self._trackers = make_trackers(asked_trackers(run))
             if run.prometheus is not None:  # first: a port that is taken must not leave a folder behind
                 strategy = plan.layout.strategy
                 self._prometheus = PrometheusSink(run.prometheus, run.prometheus_host, strategy=strategy)
@@ -121,7 +124,10 @@ class RunRecorder:
         """Close the sinks and unlock the run folder."""
         if not self._world.is_main:
             return
-        sinks, self._sinks = self._sinks, []
+        for tracker in self._trackers:  # first: what they warn of goes to the others
+            tracker.close()
+        self._pass_notices()
+        sinks, self._sinks, self._trackers = self._sinks, [], []
         for sink in sinks:
             sink.close()
         if self._prometheus is not None:
@@ -199,7 +205,7 @@ class RunRecorder:
         )
         minor = () if config.command.verbose else plan.minor_lines(config)
         shown = replace(started, explanation=tuple(line for line in plan.lines() if line not in minor))
-        for sink in self._sinks:  # the files have the whole plan
+        for sink in (*self._sinks, *self._trackers):  # the files have the whole plan
             sink.write(shown if sink in console else started)
         if self._prometheus is not None:
             self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._prometheus.address}"))
@@ -229,8 +235,16 @@ class RunRecorder:
         self._write(record)
 
     def _write(self, record: Record) -> None:
-        for sink in self._sinks:
+        for sink in (*self._sinks, *self._trackers):
             sink.write(record)
+        self._pass_notices()
+
+    def _pass_notices(self) -> None:
+        """Pass on what the trackers have to say, which work in threads of their own."""
+        for tracker in self._trackers:
+            for notice in tracker.take_notices():
+                for sink in self._sinks:
+                    sink.write(notice)
 
     def save(self, metric: float | None) -> None:
         """Publish a checkpoint, or start to do so in the background. All ranks call it."""
@@ -257,9 +271,10 @@ class RunRecorder:
             keep_steps=self._steps_to_keep(),
         )
         folder = self.folder.checkpoints if world.is_main else None
-        self._saver.begin(self._state.content(world, run.seed), folder, policy)
-        if not run.async_checkpoint:
-            self._saver.wait()
+        with self._state.strategy.averaged_weights():  # until they are written, or copied
+            self._saver.begin(self._state.content(world, run.seed), folder, policy)
+            if not run.async_checkpoint:
+                self._saver.wait()
         if world.is_main:
             self._saving = CheckpointSaved(
                 epoch=progress.epoch,

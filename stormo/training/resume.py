@@ -32,6 +32,8 @@ REFUSED = {
     "seed": "the order of all samples follows from it",
     "optimizer": "no other optimizer can restore the state that is saved",
     "grad_averaging": "the momentum that is saved is a mean with it and a sum without",
+    "freeze": "the state that is saved is that of the parameters that were trained",
+    "init_from": "it goes on from its own weights",
     "grow_batch": "the steps that are done follow from it",
     "epoch_samples": "the position in the stream is counted in it",
 }
@@ -43,9 +45,10 @@ SHOWN = frozenset(
         *("sync_batch_norm", "micro_batches"),  # over which samples batch norm takes its statistics
         # learning rate
         *("base_lr", "base_batch_size", "lr_rule", "warmup_epochs", "warmup_from"),
-        *("decay", "decay_every", "decay_factor", "epochs"),  # a decay ends with the last epoch
+        *("decay", "decay_every", "decay_factor", "decay_share", "epochs"),  # a decay ends with the last epoch
         # step
-        *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm"),
+        *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm", "ema"),
+        *("ns_steps", "adjust_lr", "adamw_lr"),
         *("gradient_noise_batch", "gradient_noise", "gradient_noise_decay"),
         *("average_every", "outer_lr", "outer_momentum"),
         *("staleness", "compress", "compress_rank"),

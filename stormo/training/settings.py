@@ -19,6 +19,7 @@ from stormo.system.hardware import visible_gpus
 from stormo.tasks.check import check_init, check_options
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
+from stormo.telemetry import trackers
 from stormo.training import staging
 from stormo.training.resume import ResumedRun, read_resumed_run, require_own
 
@@ -112,6 +113,7 @@ def checked(config: TrainConfig, task_class: type[Task], rank_info: RankInfo | N
     task = task_class(config.task_options)
     check_init(task)
     staging.check(config.command, task)
+    trackers.check(trackers.asked_trackers(config.run))
     if config.run.prometheus is not None:
         from stormo.telemetry import prometheus
 

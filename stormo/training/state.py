@@ -37,9 +37,11 @@ from stormo.checkpoint.ranks import (
 )
 from stormo.checkpoint.state import (
     aliases,
+    average_chunks,
     chunks_of,
     collect_random_state,
     flatten_optimizer,
+    restore_average,
     restore_optimizer,
     restore_random_state,
     stored_buffers,
@@ -51,6 +53,7 @@ from stormo.data.order import derive_seed
 from stormo.distributed.world import World
 from stormo.errors import StormoError, pluralize
 from stormo.parallel.base import Strategy
+from stormo.parallel.weight_average import EMA
 from stormo.system.files import fits, printable
 from stormo.training.divergence import Trend
 
@@ -86,6 +89,7 @@ class Progress:
     validation: dict[str, float] | None = None  # of the last validated epoch
     best_validation: dict[str, float] | None = None
     sample_order_sha256: str = ""  # chain over every sample trained on, in order
+    stream: dict[str, Any] | None = None  # a bookmark in the training stream
 
     def advance(self, samples: Tensor) -> None:
         """Count one global batch of these samples."""
@@ -155,9 +159,13 @@ class RunState:
             for name, tensor in safetensors.torch.load(payload).items()
         }
         model = {name: tensor.detach() for name, tensor in strategy.module.state_dict().items()} | buffers.model
-        return Snapshot(
-            model=model, optimizer=flatten_optimizer(strategy.optimizer, _names(strategy)), ranks=ranks, state=state
-        )
+        optimizer = flatten_optimizer(strategy.optimizer, _names(strategy))
+        optimizer |= {chunk.name: chunk.tensor for chunk in average_chunks(strategy.average)}
+        optimizer |= {
+            n + EMA: optimizer[first + EMA] for n, first in aliases(strategy).items() if first + EMA in optimizer
+        }
+        optimizer |= {name: model.pop(name) for name in buffers.model if name.endswith(EMA)}
+        return Snapshot(model=model, optimizer=optimizer, ranks=ranks, state=state)
 
     def shard(self, world: World, seed: int) -> Shard:
         """This rank's chunks of a checkpoint, and the plain values on rank 0."""
@@ -168,7 +176,9 @@ class RunState:
         else:
             chunks, local = chunks_of(strategy.shards(), strategy.optimizer), None
         chunks += error_feedback_chunks(world, strategy)
-        chunks += [whole_chunk("model", name, tensor) for name, tensor in buffers.model.items()]
+        chunks += average_chunks(strategy.average)
+        for name, tensor in buffers.model.items():
+            chunks.append(whole_chunk("optimizer" if name.endswith(EMA) else "model", name, tensor))
         chunks += [whole_chunk(OWN, BUFFER + name, tensor) for name, tensor in buffers.own.items()]
         chunks += [whole_chunk(OWN, name, tensor) for name, tensor in random_tensors.items()]
         if state is not None:
@@ -226,7 +236,10 @@ class RunState:
         optimizer = world.broadcast_tensors(snapshot.optimizer if snapshot else None)
         strategy = self.strategy
         strategy.module.load_state_dict(model)
+        averages = {name: optimizer.pop(name) for name in list(optimizer) if name.endswith(EMA)}
         restore_optimizer(strategy.optimizer, _names(strategy), optimizer)
+        if strategy.average is not None:
+            restore_average(strategy.average, averages)
         own = _scatter_own(world, snapshot, state) if _is_same_mesh(state, world) else {}
         self._restore_rest(world, state, own, seed)
 
@@ -245,7 +258,8 @@ class RunState:
         self.progress.take(state["progress"])
         self.progress.num_resumes += 1
         if _is_same_mesh(state, world):
-            for name, buffer in strategy.named_buffers():
+            averages = {} if strategy.average is None else strategy.average.buffers
+            for name, buffer in (*strategy.named_buffers(), *((name + EMA, each) for name, each in averages.items())):
                 if BUFFER + name in own:  # the others are in the model's state
                     buffer.copy_(own[BUFFER + name])
             self.loss_sum.fill_(float(own[_LOSS]) if _LOSS in own else state[LOSSES][world.rank])
@@ -271,7 +285,8 @@ def _problem(state: Mapping[str, Any]) -> str | None:
         return "has no valid world_size"
     ages = state.get("stale_gradients", {})
     is_valid = fits(ages, dict[str, int]) and fits(state.get("noise_scale"), list[float] | None)
-    return None if is_valid else "has no valid stale_gradients or noise_scale"
+    is_valid &= fits(state.get("schedule_free"), list[dict[str, float]] | None)
+    return None if is_valid else "has no valid stale_gradients, noise_scale or schedule_free"
 
 
 def _names(strategy: Strategy) -> dict[Any, str]:

@@ -29,6 +29,7 @@ from stormo.distributed.world import World
 from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.launch import FailureReporter, RankInfo
 from stormo.optim.schedule import make_schedule
+from stormo.optim.task_optimizer import optimizer_name
 from stormo.parallel.batch_size import find_micro_batch_size
 from stormo.parallel.table import strategy_class
 from stormo.profiling.ranges import record_for_nsight
@@ -42,6 +43,7 @@ from stormo.tasks.task import Task
 from stormo.telemetry.record import Notice
 from stormo.training.clock import open_node_recorder
 from stormo.training.context import RunContext
+from stormo.training.initial_weights import load_initial, read_initial
 from stormo.training.loop import Outcome, train
 from stormo.training.records import RunRecorder
 from stormo.training.recovery import Recovery
@@ -148,10 +150,13 @@ class Trainer:
                     state=self._state,
                     loader=self._loader,
                     validation=self._validation,
-                    schedule=make_schedule(config, plan, self._strategy.lr_factor),
+                    schedule=make_schedule(
+                        config, plan, self._strategy.lr_factor, is_constant=self._strategy.scheduler is not None
+                    ),
                     stop_flag=self._stop_flag,
                     record=records.record,
-                    save=records.save,
+                    run_folder=records.run_folder,
+                    save=self._save,
                     heartbeat=self._reporter.alive,
                     node_recorder=self._node_recorder,
                     profile=profile,
@@ -171,6 +176,11 @@ class Trainer:
         else:
             records.end(outcome.stopped_by)
         return _exit_code(outcome)
+
+    def _save(self, metric: float | None) -> None:
+        progress = self._state.progress
+        progress.stream = self._loader.bookmark(progress.epoch, progress.position)
+        self._records.save(metric)
 
     def close(self) -> None:
         """End loading processes, remove staged data, close the energy account and leave the process group."""
@@ -233,6 +243,7 @@ class Trainer:
         """Build the model with its optimizer, the loader and the validation; find the batch that fits."""
         config, world, task, seed = self.config, self.world, self.task, self.config.run.seed
         torch.manual_seed(derive_seed(seed, "model"))  # every rank builds the same model
+        self._read_initial()
         explain = partial(explain_errors, task, "train_data", "loss")
         # A pipeline calls the model once, to split its layers into stages.
         calls_model = self.plan.layout.mesh.pipeline > 1
@@ -240,7 +251,7 @@ class Trainer:
             explain_out_of_memory(config, self.plan, world.device, has_model=False),
             explain() if calls_model else nullcontext(),
         ):
-            strategy = strategy_class(self.plan.layout)(world, self.plan, task, config)
+            strategy = strategy_class(self.plan.layout, task)(world, self.plan, task, config)
         self._closing.callback(strategy.close)
         seed_generators(derive_seed(seed, "worker", world.random_stream))  # each rank draws its own dropout
         self._setup_times.done("model")
@@ -266,12 +277,25 @@ class Trainer:
         self._closing.callback(loader.close)
         plan = self.plan
         if strategy.has_own_optimizer:
-            plan = with_task_optimizer(config, plan, type(strategy.optimizer).__name__)
+            plan = with_task_optimizer(config, plan, optimizer_name(strategy.optimizer))
         if config.batch.batch_size == "auto":
             with explain():
                 plan = find_micro_batch_size(config, plan, strategy, loader)
             self._setup_times.done("batch size")
         self.plan = with_layers(config, plan, **strategy.layer_kinds(), loss_reduction=task.loss_reduction)
+
+    def _read_initial(self) -> None:
+        """Read the weights of --init-from on rank 0, from which all ranks get them when the model is built."""
+        source, read = self.config.run.init_from, dict[str, torch.Tensor]()
+        if source is None or self.config.resumed is not None:
+            return
+
+        def initialise(model: torch.nn.Module) -> None:
+            text = load_initial(model, read, source)
+            self._notices.append(Notice(kind="info", text=text))
+
+        self.world.from_rank_0(lambda: read.update(read_initial(source, self.config.run.runs_folder)))
+        self.task._initialise = initialise if self.world.is_main else None
 
     def _check(self) -> None:
         """Run the first batches and undo them, before the run has a folder."""
@@ -308,6 +332,7 @@ class Trainer:
             if self._has_nothing_to_do:
                 self._records.close_unchanged()
                 return
+            self._loader.resume_from(self._state.progress.stream)
             if config.resumed is not None:
                 progress = self._state.progress
                 check_single_samples(self._strategy, self._loader, self.plan, progress, self._checked_steps)

@@ -14,6 +14,7 @@ import pytest
 
 import stormo
 from stormo.errors import SettingError
+from tests import forked
 from tests.docs.pages import ROOT
 
 ENDS_WITHIN_S = 240.0
@@ -49,7 +50,7 @@ class Labelled(stormo.Task):
 def _start(folder: Path, *words: str) -> subprocess.Popen[str]:
     foreign = ("STORMO_", "RANK", "WORLD_SIZE")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, *words],
         cwd=folder,
         env=environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import fingerprint
-from tests import programs
+from tests import forked
 
 STEP = {"samples": [0, 1], "loss": 0.5}
 
@@ -64,7 +64,7 @@ def test_a_run_is_reproducible_and_its_seed_is_seen(tmp_path: Path) -> None:
     found = []
     for number, case in enumerate(("seed 0", "seed 0", "seed 3")):
         path = tmp_path / f"{number}.json"
-        programs.fork(write_digests, (case, tmp_path / f"run-{number}", path)).join()
+        forked.fork(write_digests, (case, tmp_path / f"run-{number}", path)).join()
         found.append(json.loads(path.read_text()))
     assert fingerprint.verdict(found[1], found[0]) == "equal"
     assert fingerprint.verdict(found[2], found[0]) == "differs: weights, order, metrics"

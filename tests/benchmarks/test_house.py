@@ -12,9 +12,13 @@ import pytest
 from benchmarks import house
 
 
-def test_nothing_has_grown_unnoticed() -> None:
+@pytest.fixture(scope="module")
+def modules() -> list[house.Module]:
+    return house.read_package()
+
+
+def test_nothing_has_grown_unnoticed(modules: list[house.Module]) -> None:
     stored = json.loads(house.STORED.read_text(encoding="utf-8"))
-    modules = house.read_package()
     by_room, whole = house.rooms(modules), house.counts(modules)
     grown = [
         f"{name} {count} > {stored['package'][name]}"
@@ -29,10 +33,9 @@ def test_nothing_has_grown_unnoticed() -> None:
     )
 
 
-def test_the_architecture_page_lists_every_private_name() -> None:
+def test_the_architecture_page_lists_every_private_name(modules: list[house.Module]) -> None:
     page = (house.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Private names")[2]
     rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| `")]
-    modules = house.read_package()
     own = house.own_private_names(modules)
     found = {(str(module.path), name) for module in modules for name in house.private_names(module.tree, own)}
     missing = {

@@ -11,12 +11,12 @@ import torch
 from benchmarks import rank_pool
 from benchmarks.rank_pool import RankFailedError, RankPool
 from stormo.distributed.world import World
-from tests import programs
+from tests import forked
 
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPool]:
-    monkeypatch.setattr(rank_pool, "_PRELOAD", programs._PRELOAD)  # one server for all tests
+    monkeypatch.setattr(rank_pool, "_PRELOAD", forked.PRELOAD)  # one server for all tests
     with RankPool() as made:
         yield made
 

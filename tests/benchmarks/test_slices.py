@@ -19,7 +19,7 @@ from benchmarks.strategy_exactness import Trained
 from benchmarks.strategy_worker import Chunk
 from stormo.config.strategies import SPECS
 from stormo.system.hardware import Gpu
-from tests import programs
+from tests import forked
 
 FIGURES = [
     "workers",
@@ -35,10 +35,11 @@ FIGURES = [
 SMALL = ["--width", "0.0625", "--samples", "64", "--global-batch-size", "16", "--rounds", "1"]
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_two_cpu_processes_go_through_both_stages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rank_pool, "_PRELOAD", programs._PRELOAD)  # one server for all tests
+    monkeypatch.setattr(rank_pool, "_PRELOAD", forked.PRELOAD)  # one server for all tests
     assert slices.main(["--device", "cpu", "--workers", "2", "--quick", *SMALL]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     figures = dict(word.split("=") for word in last.removeprefix("RESULT ").split())

@@ -91,3 +91,10 @@ def test_fsdp_equals_one_process_and_its_control_does_not(run_ranks: Callable[..
     assert difference(run_ranks(train_rank, 2, case, False), reference) <= LIMIT
     spoiled = Case(setup=control, task="GPT", optimizer="lamb")
     assert difference(run_ranks(train_rank, 2, spoiled, False), reference) > CONTROL_LIMIT
+
+
+def test_muon_steps_matrices_that_are_cut_in_two_directions_as_one_process(run_ranks: Callable[..., list[Any]]) -> None:
+    (setup,) = (one for one in setups(4) if one.flags == {"mesh": "shard=2,tensor=2", "zero": 3})
+    case = Case(setup=setup, task="GPT", optimizer="muon")
+    reference = run_ranks(train_rank, 1, case, True)[0]
+    assert difference(run_ranks(train_rank, 4, case, False), reference) <= LIMIT

@@ -12,6 +12,7 @@ from stormo.checkpoint.reader import Reader, ReadItem
 from stormo.config.mesh import Mesh
 from stormo.distributed.world import World
 from stormo.optim.novograd import NovoGrad
+from stormo.parallel.base import Strategy
 from stormo.parallel.parameter_shards import ParameterShard, chunk_range
 
 MESHES: dict[str, Mesh] = {
@@ -51,6 +52,9 @@ class FakeSharded:
     is_sharded = sharded_checkpoint = True
     local_updates = False
     powersgd = None
+
+    average = None
+    persistent_buffers = Strategy.persistent_buffers
 
     def load_state_dict(self, state: object) -> None:
         """There is none."""

@@ -1,6 +1,6 @@
 """Run by test_writer.py with a folder: saves in a child process that is killed, then checks what is left.
 
-The child is killed before its first, second, ... file-system operation; in a save by two ranks alike; and at random
+The child is killed before its first, second, ... change of the file system; in a save by two ranks alike; and at random
 moments while it saves for ever. Prints the number of kills of the first two.
 """
 
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,7 +25,8 @@ from conftest import assert_same, make_snapshot
 from stormo.checkpoint import RetentionPolicy, Shard, find, load, newest_good, save, whole_chunk
 from stormo.checkpoint.writer import Chunk, Publisher, ShardWriter, make_temp_dir
 
-OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
+OPERATIONS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def store(folder: Path, step: int, seed: int) -> None:
@@ -71,8 +73,9 @@ def in_child(work: Callable[[], None]) -> int:
 def kill_before_operation(number: int) -> None:
     seen = itertools.count(1)
 
-    def hook(event: str, _: object) -> None:
-        if event in OPERATIONS and next(seen) == number:
+    def hook(event: str, arguments: Any) -> None:
+        changes = event in OPERATIONS or (event == "open" and arguments[2] & WRITES)
+        if changes and next(seen) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)

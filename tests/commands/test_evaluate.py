@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from stormo.cli import main
 from stormo.errors import EXIT_USAGE
 from stormo.telemetry.events import current_events, read_events
 from stormo.telemetry.folder import RunFolder
-from tests import programs
+from tests import forked, programs
 
 TASK = str(Path(__file__).parent.with_name("tiny_task.py"))
 TRAIN = ["train", TASK, "--device", "cpu", "--epochs", "2", "--batch-size", "64", "--no-tensorboard", "--no-energy"]
@@ -72,9 +71,7 @@ def test_the_number_of_workers_changes_no_bit(folder: Path, capsys: pytest.Captu
 def test_the_agent_starts_workers_and_prints_what_one_of_them_says(folder: Path) -> None:
     words = [sys.executable, "-m", "stormo", "evaluate", "fsdp", "--device", "cpu", "--num-gpus", "2"]
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        words, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    done = forked.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     last = _epochs("fsdp")[-1]
     expected = f"Validation Loss = {last['loss']:.3f}, Validation Accuracy = {last['accuracy']:.3f}"

@@ -60,7 +60,7 @@ def test_one_sample_has_no_summary(nvml: FakeNvml, capsys: pytest.CaptureFixture
     assert main(["--once"]) == 0
     out = capsys.readouterr().out
     assert "watched" not in out
-    assert [line.split()[0] for line in out.splitlines()[-4:]] == ["node", "gpu0", "gpu1", "mig1"]
+    assert [line.split()[0] for line in out.splitlines()[-4:]] == ["node", "gpu0", "gpu1", "mig1-1"]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -94,7 +94,7 @@ def test_the_table_goes_to_a_file_beside_the_view(
     assert main([*PACE, "--count", "1", "--csv", str(path)]) == 0
     lines = path.read_text().splitlines()
     assert lines[0] == ",".join(COLUMNS)
-    assert [line.split(",")[3] for line in lines[1:]] == ["node", "gpu0", "gpu1", "mig1"] * 3
+    assert [line.split(",")[3] for line in lines[1:]] == ["node", "gpu0", "gpu1", "mig1-1"] * 3
     assert "gpu0 " in capsys.readouterr().out
 
 
@@ -198,7 +198,7 @@ def test_every_device_has_a_row_and_units_are_in_the_names() -> None:
     }
     assert (first["device"], first["uuid"], first["name"]) == ("gpu0", "GPU-0", "NVIDIA H200")
     assert (first["power_w"], first["throttled"]) == ("", "none")
-    assert (second["power_w"], second["throttled"], part["device"]) == ("512.25", "power limit; heat", "mig3")
+    assert (second["power_w"], second["throttled"], part["device"]) == ("512.25", "power limit; heat", "mig3-abc")
 
 
 def test_what_people_read() -> None:
@@ -242,4 +242,4 @@ def test_a_row_that_was_cut_is_dropped_before_the_next(nvml: FakeNvml, tmp_path:
     assert main(["--once", "--csv", str(path)]) == 0
     path.write_bytes(path.read_bytes() + b"2023-11-14T22:13:20.124Z,17000" + b"\0" * 9000)
     assert main(["--once", "--csv", str(path)]) == 0
-    assert [row["device"] for row in _read(path)] == ["node", "gpu0", "gpu1", "mig1"] * 2
+    assert [row["device"] for row in _read(path)] == ["node", "gpu0", "gpu1", "mig1-1"] * 2

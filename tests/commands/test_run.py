@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stormo.cli import main
-from tests import programs
+from tests import forked, programs
 
 SCRIPT = Path(__file__).parent.with_name("script") / "training.py"
 ENDS_WITHIN_S = 240.0  # on a busy machine; what is promised is seconds
@@ -31,7 +31,7 @@ def _environ() -> dict[str, str]:
 
 
 def _start(*words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -185,10 +185,10 @@ def test_one_process_ends_as_python_does(tmp_path: Path) -> None:
     assert err.startswith("stormo: a str was to be reduced")
     assert err.count("\n") == 1
     program = programs.Program([str(SCRIPT), *SLOW, "--looks", "--folder", str(tmp_path / "c")], tmp_path)
-    output = Path(program._path("out", 0))
+    output = Path(program.path("out", 0))
     while not (output.exists() and "has pid" in output.read_text()):
         time.sleep(0.05)
-    os.kill(program._processes[0].pid, signal.SIGUSR1)
+    os.kill(program.processes[0].pid, signal.SIGUSR1)
     done = program.wait()
     assert (done.returncode, done.stderr) == (75, "")
     assert "saved at step" in done.stdout

@@ -1,7 +1,6 @@
-"""The real command: from start to end, through kills, signals and damaged checkpoints.
+"""The command: from start to end, through kills, signals and damaged checkpoints; all train the tiny task.
 
-Every command costs seconds of imports, so each serves as many facts as it can, and what an agent has no part in is run
-by `tests.programs` or in this process; they all train the tiny task.
+The undisturbed run is started as a user does it. `tests.forked` forks the others, which start as quickly as they can.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import pytest
 
 from stormo.cli import main
 from stormo.telemetry.events import current_events, read_events
-from tests import programs
+from tests import forked, programs
 
 TASK = str(Path(__file__).parent.with_name("tiny_task.py"))
 # 1001 samples in batches of 128: eight steps an epoch, the last one with 105.
@@ -45,9 +44,11 @@ _EPOCH_LINE = re.compile(
 )
 
 
-def stormo(folder: Path, *arguments: str, fault: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+def stormo(
+    folder: Path, *arguments: str, fault: str = "", is_forked: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run `stormo train` on the tiny task in a folder."""
-    with start(folder, *arguments, fault=fault, **variables) as process:
+    with start(folder, *arguments, fault=fault, is_forked=is_forked, **variables) as process:
         try:
             output, errors = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
@@ -56,11 +57,14 @@ def stormo(folder: Path, *arguments: str, fault: str = "", **variables: str) -> 
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def start(folder: Path, *arguments: str, fault: str = "", **variables: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, *arguments: str, fault: str = "", is_forked: bool = True, **variables: str
+) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     environ |= {"OMP_NUM_THREADS": "1", "TINY_FAULT": fault or "none -1 0", **variables}
     command = [sys.executable, "-m", "stormo", "train", TASK, *SETTINGS, *arguments]
-    return subprocess.Popen(
+    popen = forked.Popen if is_forked else subprocess.Popen[str]
+    return popen(
         command,
         cwd=folder,
         env=environ,
@@ -121,7 +125,8 @@ def copy(run: Path, folder: Path) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run of two workers to its end, watched from inside."""
     folder = tmp_path_factory.mktemp("whole")
-    done = stormo(folder, "--num-gpus", "2", "--run-name", "one", fault="listeners 0 4", TINY_WATCH_WRITES="1")
+    flags = ("--num-gpus", "2", "--run-name", "one")
+    done = stormo(folder, *flags, fault="listeners 0 4", is_forked=False, TINY_WATCH_WRITES="1")
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "one", done
 

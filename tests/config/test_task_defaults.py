@@ -38,7 +38,7 @@ def test_they_stand_in_for_the_usual_ones_and_are_not_given(tmp_path: Path) -> N
     config, _ = read_settings([task])
     assert (config.optimizer.optimizer, config.optimizer.clip_norm, config.batch.batch_size) == ("adamw", 1.0, 4)
     assert isinstance(config.optimizer.base_lr, float)  # converted as a file's value is
-    assert config.optimizer.momentum == 0.9
+    assert config.optimizer.specific_options()["momentum"] == 0.9
     assert config.given == {"task"}
 
 

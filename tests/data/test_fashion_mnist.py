@@ -34,7 +34,7 @@ from stormo.data.fashion_mnist import (
     read,
 )
 from stormo.errors import EXIT_USAGE, SettingError
-from tests.programs import fork
+from tests.forked import fork
 
 REAL_ENVIRONMENT = dict(os.environ)  # before any fixture
 

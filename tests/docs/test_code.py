@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import subprocess
 import textwrap
@@ -19,18 +20,20 @@ OWN = [DOCS / "your-own-model.md", DOCS / "scripts.md"]
 TEXT = "".join(map(read, OWN))
 FILES = dict(re.findall(r"<!-- (\S+\.py) -->\n```python\n(.*?)```", TEXT, re.DOTALL))
 COMMANDS = [command for page in OWN for command in commands(page)]
+BLOCKS = [list(block) for _, block in itertools.groupby(COMMANDS, lambda command: command.around)]
 
 
 def test_no_block_is_left_out() -> None:
     assert TEXT.count("```") == 2 * (len(FILES) + TEXT.count("```console"))
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 15
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text)
-def test_command_prints_what_the_page_shows(command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block[0].text)
+def test_commands_print_what_the_page_shows(block: list[Command], tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    _check(_run(command.text, tmp_path), command)
+    for command in block:
+        _check(_run(command.text, tmp_path), command)
 
 
 def test_a_run_resumes_under_another_mesh_and_is_exported(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def _plan(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, num_plans in (("exactness", 1), ("strategies", 1), ("large-batches", 4), ("optimizers", 1)):
+    for name, num_plans in (("exactness", 1), ("strategies", 1), ("large-batches", 4), ("optimizers", 2)):
         shown = re.findall(BEHIND_A_DRY_RUN, read(DOCS / f"{name}.md"), re.DOTALL)
         assert len(shown) == num_plans
         for command, lines in shown:
@@ -115,8 +115,8 @@ def test_metrics_for_prometheus() -> None:
 def test_optimizers_with_their_defaults() -> None:
     text = read(DOCS / "optimizers.md")
     names = {"beta2": "beta2", "eps": "eps", "trust_coefficient": "trust coefficient"}
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE))
-    assert OPTIMIZER_DEFAULTS.keys() == rows.keys() - {"LAMB", "NovoGrad"}
+    rows = dict(re.findall(r"^\| `([\w-]+)` \|(.*)\|$", text, re.MULTILINE))
+    assert OPTIMIZER_DEFAULTS.keys() == rows.keys() - {"LAMB", "Muon", "NovoGrad"}
     for name, defaults in OPTIMIZER_DEFAULTS.items():
         assert "arxiv.org/abs/" in rows[name] or name == "larc"
         for setting in defaults.keys() & names.keys():

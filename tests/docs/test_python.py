@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+from tests import forked
 from tests.api.notebook import run_cells
 from tests.docs.pages import DOCS, ROOT, read
 
@@ -29,9 +29,7 @@ def test_the_cells_run_as_a_script(tmp_path: Path) -> None:
     code = "\n".join([*definitions, 'if __name__ == "__main__":', calls])
     (tmp_path / "page.py").write_text(code, encoding="utf-8")
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
-    )
+    done = forked.run([sys.executable, "page.py"], cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     _check(done.stdout)
 

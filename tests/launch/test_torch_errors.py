@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.command import free_port
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import StormoError
@@ -35,7 +36,7 @@ from stormo.launch.torch_errors import (
     unreduced_parameters,
     without_frames,
 )
-from tests.programs import fork, free_port
+from tests.forked import fork
 
 Ranks = Callable[..., list[Any]]
 SOON = timedelta(seconds=0.3)
@@ -111,6 +112,7 @@ def test_the_store_is_gone_with_rank_0() -> None:
     with pytest.raises(dist.DistNetworkError) as caught:
         client.get("anything")
     assert peer_loss(caught.value) == PeerLoss()
+    assert peer_loss(dist.DistNetworkError("Connection reset by peer\nException raised from")) == PeerLoss()
 
 
 def test_nobody_serves_the_store() -> None:

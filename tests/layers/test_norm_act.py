@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,11 +132,3 @@ def test_row_major_means_dense_rows_of_channels() -> None:
     assert is_row_major(torch.zeros(3, 4))
     assert not is_row_major(torch.zeros(4, 3).T)
     assert not is_row_major(torch.zeros(2, 4, 3))
-
-
-def test_no_triton_is_imported_on_the_cpu() -> None:
-    program = (
-        "import sys, torch; from stormo.layers.norm_act import NormAct; "
-        "NormAct(3)(torch.randn(4, 3)).sum().backward(); sys.exit('triton' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from stormo.cli import main
-from tests import programs
+from tests import forked, programs
 from tests.mistakes.mistake import GOOD_TASK, Mistake
 from tests.mistakes.page import PAGE, page
 from tests.mistakes.table import MISTAKES
@@ -70,7 +69,7 @@ def test_an_agent_gives_one_answer_too(tmp_path: Path) -> None:
     _write(mistake, tmp_path)
     command = [sys.executable, "-m", "stormo", *mistake.command, *_SETTINGS]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run(command, cwd=tmp_path, env=environ)
     assert (done.returncode, done.stdout, done.stderr) == (mistake.exit_code, "", _answer(mistake, tmp_path))
     assert not (tmp_path / "runs").exists()
 

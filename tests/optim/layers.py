@@ -1,4 +1,4 @@
-"""What the tests of the layer-wise optimizers step: a few layers, the four optimizers, gradients from a seed."""
+"""What the tests of the layer-wise optimizers step: a few layers, the optimizers, gradients from a seed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stormo.optim import LAMB, LARC, LARS, NovoGrad
+from stormo.optim import LAMB, LARC, LARS, Muon, NovoGrad
 
-KINDS: dict[str, Any] = {"lars": LARS, "larc": LARC, "lamb": LAMB, "novograd": NovoGrad}
+KINDS: dict[str, Any] = {"lars": LARS, "larc": LARC, "lamb": LAMB, "novograd": NovoGrad, "muon": Muon}
 SHAPES = ((6, 4), (2, 3, 3, 3), (5,), ())
 
 

@@ -55,6 +55,8 @@ def test_biases_and_norms_are_neither_adapted_nor_decayed_by_default(kind: Any) 
 @every_kind
 @pytest.mark.parametrize("adapt", [True, False])
 def test_adapt_of_a_group_holds_for_any_shape(kind: Any, adapt: bool) -> None:
+    if kind is KINDS["muon"] and adapt:
+        return  # only matrices: see test_muon
     flat, square = make_layers(shapes=[(12,)]), make_layers(shapes=[(12,)])
     matrix = nn.Parameter(square[0].detach().reshape(3, 4).clone())
     for layers in (flat, [matrix]):

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,13 @@ def test_without_decay_the_peak_stays_for_ever() -> None:
         ("step", 50, 0.1),  # two epochs of 20 steps after warm-up
         ("step", 89, 0.1),
         ("step", 90, 0.01),
+        ("wsd", 10, 1.0),
+        ("wsd", 88, 1.0),  # the last fifth of 110 steps
+        ("wsd", 99, 0.5),
+        ("wsd", 500, 0.0),
+        ("wsd-sqrt", 88, 1.0),
+        ("wsd-sqrt", 99, 1 - math.sqrt(0.5)),
+        ("wsd-sqrt", 110, 0.0),
     ],
 )
 def test_a_decay_starts_where_warm_up_ends(decay: str, step: int, factor: float) -> None:
@@ -81,8 +89,29 @@ def test_the_rate_stays_between_zero_and_the_peak_and_falls_after_warm_up(
 ) -> None:
     schedule = _schedule(decay=decay, warmup_steps=warmup_steps, total_steps=total_steps)
     assert 0 <= schedule(step) <= 0.4 + 1e-12
-    if step >= warmup_steps:
+    if step >= warmup_steps and decay != "one-cycle":
         assert schedule(step + 1) <= schedule(step) + 1e-12
+
+
+def test_the_share_of_the_last_phase_can_be_set() -> None:
+    schedule = _schedule(decay="wsd", decay_share=0.5)
+    assert [schedule(step) for step in (54, 55, 82.5, 110)] == pytest.approx([0.4, 0.4, 0.2, 0.0])
+    assert _schedule(decay="wsd", decay_share=1.0)(60) == pytest.approx(0.2)  # it begins once warm-up has ended
+
+
+@pytest.mark.parametrize("share", [None, 0.4])
+@pytest.mark.parametrize("total_steps", [2, 7, 110])
+def test_one_cycle_is_that_of_torch(share: float | None, total_steps: int) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    options = {} if share is None else {"pct_start": 1 - share}
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps, cycle_momentum=False, **options)
+    ours = _schedule(decay="one-cycle", decay_share=share, warmup_steps=0, total_steps=total_steps)
+    optimizer.step()
+    for step in range(total_steps):
+        assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        if step < total_steps - 1:
+            theirs.step()
+    assert ours(total_steps + 5) == ours(total_steps - 1)
 
 
 def test_a_warm_up_longer_than_the_run_is_cut_off() -> None:

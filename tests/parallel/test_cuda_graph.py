@@ -355,7 +355,7 @@ def _state(parts: Parts) -> dict[str, Any]:
     "flags",
     [
         {"precision": "bf16"},
-        {"precision": "fp32", "clip_norm": 0.5},
+        {"precision": "fp32", "clip_norm": 0.5, "ema": 0.9},
         {"precision": "fp16", "optimizer": "adamw"},
         {"precision": "fp16", "clip_norm": 0.5},
         {"precision": "bf16", "channels_last": False},

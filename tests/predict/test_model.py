@@ -39,7 +39,7 @@ def test_every_optimizer_has_the_state_that_it_really_has(name: str) -> None:
     assert found.buffer_bytes == sum(buffer.nbytes for buffer in model.buffers())
     assert found.notices == ()
     # Of stormo's own some compute all updates before they take one, in memory of their own.
-    assert (found.step_bytes > 0) == (name in ("lars", "larc", "lamb", "novograd"))
+    assert (found.step_bytes > 0) == (name in ("lars", "larc", "lamb", "novograd", "muon", "schedule-free-adamw"))
 
 
 class OwnOptimizer(Convolutions):

@@ -23,6 +23,7 @@ def train(arguments: Sequence[str], log: Path, is_measured: Callable[[], bool]) 
     return 0
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_study_of_two_numbers_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "study"
     options = ["--workers", "1,2", "--device", "cpu", "--batch-size", "64", "--epochs", "2", "--task.num-train", "500"]

@@ -5,15 +5,23 @@ What runs on one is known exactly, and so is what it leaves behind. Needs root; 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from tests import forked
 
 _NAMESPACES = ("--net", "--uts", "--mount")
+_NOTES = tempfile.TemporaryDirectory(prefix="stormo-hosts-")
 
 
 def run(*words: str) -> str:
@@ -61,13 +69,24 @@ class Listener:
 
 
 class Job:
-    """A command on a host; its output goes to files, so that it never waits for a reader."""
+    """A command on a host; its output goes to files, so that it never waits for a reader.
 
-    def __init__(self, command: Sequence[str], *, environ: dict[str, str], folder: Path) -> None:
+    What follows `enter` is executed. Without, it is a Python program, forked by `tests.forked`.
+    """
+
+    def __init__(
+        self, enter: Sequence[str] | Callable[[], None], command: Sequence[str], environ: dict[str, str], folder: Path
+    ) -> None:
         folder.mkdir(parents=True)
         self._out, self._err = folder / "out", folder / "err"
+        self.process: subprocess.Popen[Any]
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ)
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            if callable(enter):
+                environ = environ | {forked.NOTES: _NOTES.name}
+                self.process = forked.Popen(command, env=environ, preexec_fn=enter, **streams)
+            else:
+                self.process = subprocess.Popen([*enter, *command], env=environ, **streams)
 
     @property
     def out(self) -> str:
@@ -158,8 +177,9 @@ class Host:
 
     def start(self, *command: str, **environ: str) -> Job:
         """Start a command on this host."""
-        folder = self._folder / f"job-{len(self.jobs)}"
-        self.jobs.append(Job([*self._enter, *command], environ={**_environ(), **environ}, folder=folder))
+        is_python = command[0] in (sys.executable, forked.STORMO)
+        enter = partial(_enter, self.holder.pid) if is_python else self._enter
+        self.jobs.append(Job(enter, command, {**_environ(), **environ}, self._folder / f"job-{len(self.jobs)}"))
         return self.jobs[-1]
 
     def start_daemon(self, *command: str, **environ: str) -> None:
@@ -237,8 +257,18 @@ class Host:
         _release(self.holder)
 
 
+def _enter(pid: int) -> None:
+    """Enter the namespaces of a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for fd in [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")]:
+        assert libc.setns(fd, 0) == 0, os.strerror(ctypes.get_errno())
+        os.close(fd)
+
+
 def command_of(pid: int) -> str:
     """The command line of a process, or nothing."""
+    if note := forked.noted(_NOTES.name, pid):
+        return " ".join(note[0])
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
     except OSError:
@@ -258,6 +288,8 @@ def process_of_rank(host: Host, rank: int) -> int:
 
 def environment_of(pid: int) -> dict[str, str]:
     """The environment a process was started with."""
+    if note := forked.noted(_NOTES.name, pid):
+        return note[1]
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
     except OSError:

@@ -208,8 +208,8 @@ def test_a_misspelt_optional_name_is_refused(name: str, value: Any, meant: str) 
 
 
 def test_names_of_ones_own_are_taken() -> None:
-    names = ("metric_names", "features", "dataset", "collate_fn", "optimizers", "augment_batch", "fetch_data", "encode")
+    names = ("metric_names", "features", "dataset", "collate_fn", "augment_batch", "fetch_data", "encode")
     check(changed(**dict.fromkeys(names, _of_none)))
-    check(changed(metric=_of_one, augmented=_of_one, optimizers=_of_none))  # none can be called as the method is
+    check(changed(metric=_of_one, augmented=_of_one))  # none can be called as the method is
     check(changed(metric=_of_model_and_batch, metrics=_of_model_and_batch))  # a helper of the real one
     check(changed(_metric=_of_model_and_batch, default=3, metrics_=nn.Linear(1, 1), name="names"))

@@ -178,8 +178,8 @@ def _write_folder(folder: Path) -> Path:
 
 
 def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
-    # 640 bytes in windows of 8: 20 steps an epoch with batches of 4.
-    settings = ["--task.block", "8", "--task.train-bytes", "641", "--task.validation-bytes", "200"]
+    # 320 bytes in windows of 8: 10 steps an epoch with batches of 4.
+    settings = ["--task.block", "8", "--task.train-bytes", "321", "--task.validation-bytes", "200"]
     settings += ["--batch-size", "2", "--epochs", "2", "--deterministic", "--run-name", "one"]
     settings += ["--checkpoint-every", "5", "--no-tensorboard"]
     (tmp_path / "whole").mkdir()
@@ -198,8 +198,8 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> Non
     )
     assert re.search(rf"^data .* SHA-256 {read_corpus().sha256}$", output, re.MULTILINE)
     run = tmp_path / "killed" / "runs" / "one"
-    killed = _start(tmp_path / "killed", *settings, hold_at=30)  # in the second epoch
-    was_saved = wait_until((run / "checkpoints" / "step-00000025").exists, timeout_s=120)
+    killed = _start(tmp_path / "killed", *settings, hold_at=19)  # in the second epoch
+    was_saved = wait_until((run / "checkpoints" / "step-00000015").exists, timeout_s=120)
     killed.kill()
     assert was_saved
     assert not (run / "summary.json").exists()

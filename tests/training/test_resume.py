@@ -238,7 +238,7 @@ FREE = frozenset(
         *("target_accuracy", "target_loss", "patience"),
         # what it leaves behind and shows
         *("resume", "checkpoint_every", "keep_checkpoints", "async_checkpoint"),
-        *("tensorboard", "prometheus", "prometheus_host", "noise_scale"),
+        *("tensorboard", "mlflow", "wandb", "sinks", "prometheus", "prometheus_host", "noise_scale"),
         *("energy", "grid_intensity", "energy_price", "currency"),
         # what one call does
         *("config", "dry_run", "plot_schedule", "preflight", "stage", "keep_staged", "profile", "verbose"),

@@ -9,6 +9,7 @@ from stormo.config.plan.batch import per_worker
 from stormo.config.plan.steps import Facts
 from stormo.config.precedence import check_choices
 from stormo.config.schema import SECTIONS, TrainConfig
+from stormo.config.strategies import with_option
 from stormo.errors import SettingError
 
 _MAX_NAME_BYTES = 200
@@ -51,6 +52,7 @@ def check_numbers(config: TrainConfig) -> None:
         ("--warmup-from", optimizer.warmup_from, 0),
         ("--micro-batches", config.sharding.micro_batches, 1),
         ("--compress-rank", config.workers.compress_rank, 1),
+        ("--ns-steps", optimizer.ns_steps, 1),
     ):
         at_least(flag, value, least)
     for flag, value in (
@@ -59,6 +61,7 @@ def check_numbers(config: TrainConfig) -> None:
         ("--gradient-noise", optimizer.gradient_noise),
         ("--eps", optimizer.eps),
         ("--trust-coefficient", optimizer.trust_coefficient),
+        ("--adamw-lr", optimizer.adamw_lr),
         ("--decay-every", optimizer.decay_every),
         ("--decay-factor", optimizer.decay_factor),
         ("--outer-lr", optimizer.outer_lr),
@@ -69,6 +72,7 @@ def check_numbers(config: TrainConfig) -> None:
     for flag, value, example in (
         ("--momentum", optimizer.momentum, 0.9),
         ("--beta2", optimizer.beta2, 0.99),
+        ("--ema", optimizer.ema, 0.999),
         ("--outer-momentum", optimizer.outer_momentum, 0.9),
     ):
         if value is not None and not 0 <= value < 1:
@@ -93,15 +97,31 @@ def check_numbers(config: TrainConfig) -> None:
             "auto finds the number of micro-batches",
             "leave out --accumulate or set it to 1, or set --batch-size to a number",
         )
-    if optimizer.nesterov and optimizer.momentum == 0:
+    if optimizer.momentum == 0 and optimizer.specific_options().get("nesterov"):
         raise SettingError(
             "--nesterov was set with --momentum 0",
             "Nesterov momentum needs a momentum above 0",
             "set --no-nesterov, or --momentum 0.9",
         )
+    _check_schedule(config)
     if run.run_name is not None:
         check_run_name(run.run_name)
     check_choices({k: v for name in SECTIONS for k, v in vars(getattr(config, name)).items()}, config.given)
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    share = config.optimizer.decay_share
+    if share is not None and not 0 < share <= 1:
+        raise SettingError(
+            f"--decay-share {share:g} was set", "it is a share of all steps", "set a number above 0, up to 1"
+        )
+    optimizer, strategy = config.optimizer.optimizer, config.workers.strategy
+    if optimizer == "schedule-free-adamw" and strategy in with_option("servers") | with_option("average_every"):
+        raise SettingError(
+            f"--strategy {strategy} was set with --optimizer schedule-free-adamw",
+            "it trains other weights than it validates, and the workers exchange only one of the two",
+            "set --strategy ddp, or --optimizer adamw",
+        )
 
 
 def _check_too_large(config: TrainConfig) -> None:

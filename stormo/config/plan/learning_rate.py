@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from stormo.config.plan.batch import per_worker
-from stormo.config.schema import TrainConfig
+from stormo.config.schema import CYCLE_END, CYCLE_START, DECAY_SHARES, TrainConfig
 from stormo.errors import pluralize
 
 
@@ -62,37 +62,45 @@ def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmu
     elif warmup_steps:
         epochs = pluralize(f"{optimizer.warmup_epochs:g}", "epoch")
         text += f"; warm-up from {sign}{start:g} over {epochs} = {pluralize(warmup_steps, 'step')}"
+    share = optimizer.decay_share or DECAY_SHARES.get(optimizer.decay, 0.0)
+    stable = f"; then constant to epoch {config.stop.epochs * (1 - share):g}, and "
     decays = {
         "none": "",
         "cosine": f"; then cosine decay to 0 at epoch {config.stop.epochs}",
         "linear": f"; then linear decay to 0 at epoch {config.stop.epochs}",
         "step": f"; then × {optimizer.decay_factor:g} every {pluralize(f'{optimizer.decay_every:g}', 'epoch')}",
+        "wsd": f"{stable}linear decay to 0 at epoch {config.stop.epochs}",
+        "wsd-sqrt": f"{stable}decay by 1 - √ to 0 at epoch {config.stop.epochs}",
+        "one-cycle": f"; one cycle from {sign}{learning_rate * CYCLE_START:g}, at its top after {1 - share:.0%} of the "
+        f"steps, to {sign}{learning_rate * CYCLE_END:g} at epoch {config.stop.epochs}",
     }
     return text + decays[optimizer.decay]
 
 
 def optimizer_text(config: TrainConfig) -> str:
     """The optimizer of the settings."""
-    return f"{config.optimizer.optimizer}: {_values(config)}{_clipping(config)}"
+    return f"{config.optimizer.optimizer}: {_values(config)}{_more(config)}"
 
 
 def task_optimizer_text(config: TrainConfig, name: str | None) -> str:
     """The optimizer of a task; without a name it is not known yet whether the task makes one."""
     otherwise = f", or {config.optimizer.optimizer} where its optimizer() returns None ({_values(config)})"
-    return f"the task's own{otherwise if name is None else f' {name}'}{_clipping(config)}"
+    return f"the task's own{otherwise if name is None else f' {name}'}{_more(config)}"
 
 
 def _values(config: TrainConfig) -> str:
-    settings = config.optimizer
-    values = {"momentum": settings.momentum, "Nesterov": settings.nesterov}
-    values |= settings.specific_options() | {"weight decay": settings.weight_decay}
+    values = config.optimizer.specific_options() | {"weight decay": config.optimizer.weight_decay}
     return ", ".join(
-        name.replace("_", " ") + ("" if value is True else f" {value:g}")
+        name.replace("_", " ").replace("nesterov", "Nesterov")
+        + ("" if value is True else f" {value}" if isinstance(value, str) else f" {value:g}")
         for name, value in values.items()
-        if value is not False
+        if value is not False and value is not None
     )
 
 
-def _clipping(config: TrainConfig) -> str:
-    norm = config.optimizer.clip_norm
-    return "" if norm is None else f"; gradient clipped to a norm of {norm:g}"
+def _more(config: TrainConfig) -> str:
+    norm, ema = config.optimizer.clip_norm, config.optimizer.ema
+    text = "" if norm is None else f"; gradient clipped to a norm of {norm:g}"
+    return text + (
+        "" if ema is None else f"; a moving average of the weights, decay {ema:g}, is validated and exported"
+    )

@@ -53,6 +53,12 @@ def check_parallelism(config: TrainConfig, layout: Layout) -> None:
             "it tunes NCCL's sockets",
             "set --backend nccl, or leave it out" if layout.device_type == "cuda" else "leave it out: NCCL needs GPUs",
         )
+    if config.optimizer.ema is not None and layout.spec.local_updates:
+        raise SettingError(
+            f"--ema {config.optimizer.ema:g} was set with strategy {layout.strategy}",
+            "each worker steps alone between averagings, and no step has weights to average",
+            "leave it out, or set --strategy ddp",
+        )
     method = config.workers.compress
     if method != "none" and not layout.spec.takes_compression:
         raise SettingError(
@@ -113,6 +119,7 @@ def _check_stale(config: TrainConfig) -> None:
         (config.speed.sync_batch_norm, "--sync-batch-norm", "workers would wait for one another in every layer"),
         (optimizer.clip_norm is not None, f"--clip-norm {optimizer.clip_norm}", one_by_one),
         (optimizer.gradient_noise is not None, f"--gradient-noise {optimizer.gradient_noise}", one_by_one),
+        (optimizer.ema is not None, f"--ema {optimizer.ema}", one_by_one),
     ):
         if is_set:
             staleness = f"--staleness {config.workers.staleness}"

@@ -179,7 +179,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         check_profile(config.command.profile, num_steps(stages, config.stop.epochs))
     learning_rate, rate_text = choose_learning_rate(config, global_batch_size)
     rate_text = resized.rate_text or (rescaled.rate_text or rate_text) + rescaled.rate_note(learning_rate)
-    warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
+    has_warmup = config.optimizer.decay != "one-cycle"
+    warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch) if has_warmup else 0
     num_workers = layout.data_size * layout.devices_per_worker
     start = learning_rate * warmup_fraction(config, num_workers, learning_rate)
     if config.resumed:

@@ -19,7 +19,7 @@ from stormo.data.staging import copying, node_cache
 from stormo.data.staging.copying import StoppedError, list_tree
 from stormo.data.staging.node_cache import Lease, Staged, entry_lock, lease_copy, stage
 from stormo.errors import SettingError
-from tests import programs
+from tests import forked
 
 
 @pytest.fixture(autouse=True)
@@ -254,7 +254,7 @@ def others(source: Path, folder: Path) -> Iterator[Any]:
 
     def start(num_writes: int | None = None) -> tuple[Any, Any]:
         here, there = get_context("forkserver").Pipe()
-        process = programs.fork(_stage_and_wait, (str(source), str(folder), there, num_writes))
+        process = forked.fork(_stage_and_wait, (str(source), str(folder), there, num_writes))
         started.append(process)
         return process, here
 

@@ -1,0 +1,85 @@
+"""A place in a stream that can be found again without reading up to it, by the stream's own `state_dict`.
+
+Streamed Hugging Face sets and torchdata's loaders have one. Not every state is complete: a shuffle buffer, for example,
+is not part of it. So a bookmark holds digests of the samples that follow, and is used only if the same ones follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+NUM_CHECKED = 8  # samples that must be the same
+NOT_THE_SAME = (
+    "the stream does not continue from its saved state with the same samples, as after a shuffle buffer; it is read "
+    "again from the start of its pass"
+)
+
+
+@dataclass(slots=True)
+class Bookmark:
+    """Where a stream was, as plain values."""
+
+    position: int  # samples of the run before it
+    round: int  # how often the stream was restarted
+    state: dict[str, Any]
+    digests: list[str] = field(default_factory=list)  # of the first samples after it
+
+    @classmethod
+    def make(cls, data: Any, position: int, number: int) -> Bookmark | None:
+        """That of a stream as it is; None where it has no state, or none that JSON can hold."""
+        if not is_stateful(data):
+            return None
+        try:
+            text = json.dumps(data.state_dict())
+        except Exception:  # the library's own, or what JSON cannot hold
+            return None
+        return cls(position, number, json.loads(text))
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Bookmark | None:
+        """What `to_json` gave; None for anything else, as in a damaged file."""
+        known: dict[str, type[Any]] = {"position": int, "round": int, "state": dict, "digests": list}
+        is_whole = values.keys() == known.keys() and all(isinstance(values[name], known[name]) for name in known)
+        return cls(**values) if is_whole else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for `read`."""
+        return asdict(self)
+
+
+def is_stateful(data: Any) -> bool:
+    """Whether a stream says where it is, and can go there."""
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+def digest(samples: Iterable[Any]) -> str:
+    """Stands for what samples hold: numbers, text, arrays and tensors."""
+    found = hashlib.sha256()
+    for sample in samples:
+        _add(found, sample)
+    return found.hexdigest()[:16]
+
+
+def _add(found: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().float().numpy() if value.dtype.itemsize == 2 else value.detach().cpu().numpy()
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            found.update(str(key).encode())
+            _add(found, item)
+    elif isinstance(value, list | tuple):
+        found.update(f"{len(value)}[".encode())
+        for item in value:
+            _add(found, item)
+    elif isinstance(value, numpy.ndarray):
+        found.update(f"{value.shape}{value.dtype}".encode() + numpy.ascontiguousarray(value).tobytes())
+    else:
+        plain = isinstance(value, str | bytes | int | float | numpy.generic) or value is None
+        found.update(repr(value if plain else type(value)).encode() + b";")

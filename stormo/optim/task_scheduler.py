@@ -1,0 +1,120 @@
+"""A learning-rate scheduler of torch that a task makes: stepped by the loop, saved and resumed.
+
+It works on a twin of the optimizer without parameters, so that its learning rates stay its own: the optimizer's are
+those times the factor of the global batch and of rollbacks.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from stormo.errors import SettingError, StormoError
+
+INTERVALS = ("step", "epoch")
+_OTHERS = ("momentum", "betas")
+_PAIRS = "pairs"  # how JSON holds a dict whose keys are not all text
+
+
+class TaskScheduler:
+    """The task's scheduler, and the learning rates that it has set last."""
+
+    def __init__(self, make: Callable[[Optimizer], Any], optimizer: Optimizer, interval: str) -> None:
+        self._twin = copy.copy(optimizer)
+        self._twin.param_groups = [{**g, "params": [], "lr": float(g["lr"])} for g in optimizer.param_groups]
+        self._scheduler = make(self._twin)
+        self._optimizer, self.interval = optimizer, interval
+        said = f"scheduler() returned a {type(self._scheduler).__name__}"
+        if not isinstance(self._scheduler, LRScheduler) or self._scheduler.optimizer is not self._twin:
+            raise SettingError(
+                said, "a scheduler of torch.optim.lr_scheduler is stepped", "make it of the optimizer that is given"
+            )
+        if isinstance(self._scheduler, ReduceLROnPlateau) and interval == "step":
+            raise SettingError(
+                said, "it follows the validation loss, which an epoch has", 'set scheduler_interval = "epoch"'
+            )
+        self.state()  # refuses what cannot be saved
+        self._set_others()
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._twin.param_groups]
+
+    @property
+    def name(self) -> str:
+        """Its class."""
+        return type(self._scheduler).__name__
+
+    def step(self, metrics: Mapping[str, float] | None = None) -> None:
+        """After a step or an epoch, which has metrics."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the twin itself is never stepped
+            if isinstance(self._scheduler, ReduceLROnPlateau):
+                if metrics is None or "loss" not in metrics:
+                    raise SettingError(
+                        f"scheduler() returned a {self.name}",
+                        "it follows the validation loss, and metrics() has none",
+                        "return loss among the metrics, or another scheduler",
+                    )
+                self._scheduler.step(metrics["loss"])
+            else:
+                self._scheduler.step()
+        self._set_others()
+
+    def _set_others(self) -> None:
+        """Give the optimizer what else a scheduler may set: momentum, betas."""
+        for group, twin in zip(self._optimizer.param_groups, self._twin.param_groups, strict=True):
+            group.update({key: twin[key] for key in _OTHERS if key in twin})
+
+    def state(self) -> dict[str, Any]:
+        """Its state and that of the twin's groups, as plain values."""
+        groups = [{key: group[key] for key in _kept(group)} for group in self._twin.param_groups]
+        return {"scheduler": self._plain(self._scheduler.state_dict()), "groups": self._plain(groups)}
+
+    def take(self, state: Any) -> None:
+        """Restore what `state` gave."""
+        try:
+            own = self._scheduler.state_dict()
+            self._scheduler.load_state_dict(_like(state["scheduler"], own))
+            for group, stored in zip(self._twin.param_groups, state["groups"], strict=True):
+                group.update({key: _like(stored[key], group[key]) for key in _kept(group)})
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise StormoError(f"The checkpoint's state of the scheduler does not fit {self.name} ({error}).") from error
+        self._set_others()
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            if all(isinstance(key, str) for key in value):
+                return {key: self._plain(each) for key, each in value.items()}
+            return {_PAIRS: [[key, self._plain(each)] for key, each in value.items()]}
+        if isinstance(value, list | tuple):
+            return [self._plain(each) for each in value]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise SettingError(
+            f"scheduler() returned a {self.name}",
+            f"its state holds a {type(value).__name__}, which a checkpoint cannot hold",
+            "keep plain numbers and text in it",
+        )
+
+
+def _kept(group: Mapping[str, Any]) -> list[str]:
+    """What a scheduler sets in a parameter group."""
+    return [key for key in ("lr", "initial_lr", "max_lr", "min_lr", *_OTHERS) if key in group]
+
+
+def _like(stored: Any, own: Any) -> Any:
+    """A stored value in the type that it had."""
+    if isinstance(own, dict):
+        pairs = stored[_PAIRS] if set(stored) == {_PAIRS} else stored.items()
+        return type(own)({key: _like(value, own.get(key)) for key, value in pairs})
+    if isinstance(own, list | tuple) and isinstance(stored, list):
+        padded = [*own, *[None] * len(stored)]
+        return type(own)(_like(value, before) for value, before in zip(stored, padded, strict=False))
+    return stored

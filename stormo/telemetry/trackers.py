@@ -1,0 +1,306 @@
+"""Sends a run to the tools in which people look at it: MLflow, Weights & Biases, and sinks of other packages.
+
+A tool is a class with three methods, `Tracker`. Other packages name theirs in the entry point group `stormo.sinks`.
+Each runs in a thread of its own: a slow server delays no training, and one that fails costs a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from stormo.config.schema import Run
+from stormo.errors import MissingPackageError, SettingError, unknown_name
+from stormo.system.files import read_object
+from stormo.telemetry.folder import RunFolder, to_json, write_json
+from stormo.telemetry.record import EpochDone, Notice, Record, RunEnded, RunStarted, StepDone, ValueLogged
+from stormo.telemetry.runs_folder import flat_config
+from stormo.telemetry.tensorboard import scalars_of
+
+GROUP = "stormo.sinks"
+_LONGEST_END_S = 120.0  # that a tool may take for what it has not sent when the run ends
+_PROJECT = "stormo"  # of MLflow and W&B, where their variables name none
+_MOST_PARAMS = 100  # of one call of MLflow
+_MOST_CHARACTERS = 500  # of a value that MLflow shows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """What a tool is told when a run starts or resumes."""
+
+    name: str
+    task: str
+    folder: Path
+    settings: Mapping[str, str]  # "optimizer.base_lr" → "0.1"; secrets are masked
+    resumed_at_step: int | None
+    id: str | None  # what `start` returned when the run began, to continue it
+
+
+class Tracker(Protocol):
+    """A tool that takes a run, on rank 0 only, in one thread; made without arguments."""
+
+    def start(self, run: TrackedRun) -> str | None:
+        """Begin a run, or continue `run.id`; returns the id that finds it again."""
+
+    def log(self, step: int, values: Mapping[str, float | Path]) -> None:
+        """Take numbers, and pictures as paths of PNG files."""
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Take the content of summary.json, empty if there is none, and finish."""
+
+
+class MlflowTracker:
+    """A run of MLflow, where MLflow's own variables say; by default in its local store."""
+
+    def start(self, run: TrackedRun) -> str:
+        """Begin or continue it; settings are its parameters, which MLflow never changes."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client, self._folder = MlflowClient(), run.folder
+        if run.id is not None:
+            self._client.update_run(run.id, status="RUNNING")
+            self._id = run.id
+            return self._id
+        tags = {"mlflow.source.name": run.task, "stormo.folder": str(run.folder)}
+        self._id = self._client.create_run(self._experiment(), run_name=run.name, tags=tags).info.run_id
+        params = [Param(key, value[:_MOST_CHARACTERS]) for key, value in run.settings.items()]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMS])
+        return self._id
+
+    def _experiment(self) -> str:
+        if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return given
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
+        found = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
+
+    def log(self, step: int, values: Mapping[str, float | Path]) -> None:
+        """Numbers become metrics, pictures artifacts."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(name, value, now_ms, step) for name, value in values.items() if not isinstance(value, Path)]
+        if metrics:
+            self._client.log_batch(self._id, metrics=metrics)
+        for value in values.values():
+            if isinstance(value, Path):
+                self._client.log_artifact(self._id, str(value), str(value.parent.relative_to(self._folder)))
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Numbers of the summary become metrics, texts tags."""
+        figures = dict(_flat(summary))
+        self.log(
+            int(figures.get("steps") or 0),
+            {f"summary/{name}": value for name, value in figures.items() if isinstance(value, int | float)},
+        )
+        for name, value in figures.items():
+            if isinstance(value, str):
+                self._client.set_tag(self._id, f"stormo.{name}", value)
+        states = {"error": "FAILED", "divergence": "FAILED", "signal": "KILLED"}
+        self._client.set_terminated(self._id, states.get(str(summary.get("stopped_by")), "FINISHED"))
+
+
+class WandbTracker:
+    """A run of Weights & Biases; offline, in the run folder, where nobody is logged in and WANDB_MODE says nothing."""
+
+    def start(self, run: TrackedRun) -> str:
+        """Begin or continue it."""
+        import wandb
+
+        is_offline = "WANDB_MODE" not in os.environ and not _has_wandb_login(os.environ)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+            name=run.name,
+            id=run.id,
+            resume="allow" if run.id is not None else None,
+            config=dict(run.settings),
+            dir=None if "WANDB_DIR" in os.environ else str(run.folder),
+            mode="offline" if is_offline else None,
+            reinit="create_new",
+            # The terminal shows stormo's own lines, and is nobody's log.
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # W&B drops what comes at an earlier step of its own, as after a resume; so the step is a value.
+        self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float | Path]) -> None:
+        """Pictures become images."""
+        import wandb
+
+        shown = {name: wandb.Image(str(value)) if isinstance(value, Path) else value for name, value in values.items()}
+        self._run.log({"step": step, **shown})
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """The figures of the summary become W&B's."""
+        self._run.summary.update({f"summary/{name}": value for name, value in _flat(summary)})
+        self._run.finish(exit_code=int(summary.get("stopped_by") in ("error", "divergence")))
+
+
+def _has_wandb_login(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | float]]:
+    """Numbers and texts, also those of inner mappings; what was not measured is left out."""
+    for name, value in to_json(values).items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, str | int | float):
+            yield f"{prefix}{name}", value
+
+
+_BUILT_IN: dict[str, type[Any]] = {"mlflow": MlflowTracker, "wandb": WandbTracker}
+_TITLES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
+
+
+def asked_trackers(run: Run) -> list[str]:
+    """The names of the tools that the settings ask for."""
+    given = [name.strip() for name in (run.sinks or "").split(",") if name.strip()]
+    return [*(["mlflow"] if run.mlflow else []), *(["wandb"] if run.wandb else []), *given]
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse tools that are not installed."""
+    for name in names:
+        if name in _BUILT_IN and not _is_installed(name):
+            raise MissingPackageError(name, _TITLES[name], name)
+        if name not in _BUILT_IN and name not in entry_points(group=GROUP).names:
+            raise unknown_name("sink", name, [*_BUILT_IN, *entry_points(group=GROUP).names])
+    has_store = _is_installed("sqlalchemy") or os.environ.get("MLFLOW_TRACKING_URI")
+    if "mlflow" in names and not has_store:
+        raise SettingError(
+            "MLflow was asked for",
+            "mlflow-skinny has no store of its own",
+            "set MLFLOW_TRACKING_URI, or pip install 'stormo[mlflow]'",
+        )
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a package is there; a folder of that name, as W&B makes one, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+def make_trackers(names: Sequence[str]) -> list[TrackerSink]:
+    """A sink for each tool; one that cannot be imported is refused."""
+    check(names)
+    return [TrackerSink(name, _load(name)) for name in dict.fromkeys(names)]
+
+
+def _load(name: str) -> Tracker:
+    if name in _BUILT_IN:
+        made: Tracker = _BUILT_IN[name]()
+        return made
+    (entry, *_) = entry_points(group=GROUP, name=name)
+    try:
+        tracker = entry.load()()
+    except Exception as error:
+        raise SettingError(
+            f"sink {name} was asked for", f"{entry.value} cannot be used ({error!r})", "repair it, or leave it out"
+        ) from error
+    missing = [method for method in ("start", "log", "end") if not callable(getattr(tracker, method, None))]
+    if missing:
+        raise SettingError(
+            f"sink {name} was asked for", f"{entry.value} has no method {missing[0]}", "add it, or leave it out"
+        )
+    found: Tracker = tracker
+    return found
+
+
+class TrackerSink:
+    """Hands records to a tool, in its own thread; after its first failure it gets none."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+        self._tracker = tracker
+        self._title = _TITLES.get(name, name)
+        self._folder = Path()
+        self._summary: Mapping[str, Any] = {}
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.started = threading.Event()  # or failed to
+
+    def write(self, record: Record) -> None:
+        """Take one record; returns at once."""
+        if isinstance(record, RunStarted):
+            self._folder = Path(record.run_folder).resolve()
+            self._thread = threading.Thread(target=self._work, name=f"stormo {self.name}", daemon=True)
+            self._calls.put(lambda: self._start(record))
+            self._thread.start()
+        elif isinstance(record, StepDone | EpochDone | ValueLogged):
+            values: dict[str, float | Path] = {**scalars_of(record)}
+            if isinstance(record, ValueLogged) and record.file is not None:
+                values[record.name] = self._folder / record.file
+            self._calls.put(lambda: self._tracker.log(record.step, values))
+        elif isinstance(record, RunEnded):
+            self._summary = record.summary
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._thread is None:
+            return
+        self._calls.put(lambda: self._tracker.end(self._summary))
+        self._calls.put(None)
+        self._thread.join(_LONGEST_END_S)
+        if self._thread.is_alive():
+            self._warn(f"is not done after {_LONGEST_END_S:.0f} s; what is missing there is in the run folder")
+
+    def take_notices(self) -> Iterator[Notice]:
+        """What its thread has to say to the user since the last time."""
+        while not self._notices.empty():
+            yield self._notices.get()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                self._warn(f"failed and gets no more of this run, which continues ({_first_line(error)})")
+                return
+            finally:
+                self.started.set()
+
+    def _start(self, record: RunStarted) -> None:
+        file = self._folder / f"sink-{self.name}.json"
+        known = read_object(file).get("id") if file.is_file() else None
+        found = self._tracker.start(
+            TrackedRun(
+                name=record.run_name,
+                task=record.task,
+                folder=self._folder,
+                settings=flat_config(RunFolder(self._folder).config),
+                resumed_at_step=record.resumed_at_step,
+                id=known if isinstance(known, str) else None,
+            )
+        )
+        if found is not None:
+            write_json(file, {"id": str(found)})
+            self._notices.put(Notice(kind="info", text=f"{self._title} has this run as {found}"))
+
+    def _warn(self, text: str) -> None:
+        self._notices.put(Notice(kind="warning", text=f"{self._title} {text}."))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

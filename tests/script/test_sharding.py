@@ -1,0 +1,189 @@
+"""A user's own loop on shards of its model: the weights of one process, saved and loaded on any number of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.command import relative_difference
+from stormo.distributed.world import World as Workers
+from stormo.errors import SettingError
+from stormo.launch import alone
+from stormo.script.sharding import whole_tensors
+from tests.script.loops import Ranks, Weights, data, plain_loop, weights, world_loop, world_of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.inner(x)
+        return found
+
+
+def _make(kind: str = "adamw", *, has_norm: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    norm = nn.BatchNorm1d(8) if has_norm else nn.Tanh()
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), norm, nn.Sequential(Block(), Block()), nn.Linear(8, 2))
+    if kind == "sgd":
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _loader() -> DataLoader[Any]:
+    return DataLoader(data(34), batch_size=8)  # the last batch has fewer samples than there are workers
+
+
+def _train(workers: Workers, kind: str, accumulate: int, max_norm: float | None) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*_make(kind, has_norm=accumulate == 1), strategy="fsdp")
+    loader = world.loader(data(34), global_batch_size=8, accumulate=accumulate)
+    if accumulate > 1:  # an optimizer of the shards, and a mean whose count is known after the last micro-batch
+        optimizer = world.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for x, y in (batch for _ in range(2) for batch in loader):
+            optimizer.zero_grad()
+            world.backward(F.mse_loss(model(x), y), count=len(x))
+            optimizer.step()
+    else:
+        world_loop(world, model, optimizer, loader, max_norm=max_norm)
+    model.eval()
+    with torch.no_grad():
+        total = sum(F.mse_loss(model(x), y, reduction="sum").item() for x, y in world.loader(data(31), 3))
+    whole = {name: tensor.cpu() for name, tensor in whole_tensors(model.state_dict(), workers).items()}
+    parts = [tensor.to_local().numel() if hasattr(tensor, "to_local") else 0 for tensor in model.parameters()]
+    assert workers.size == 1 or sum(parts) < sum(p.numel() for p in model.parameters())
+    return whole | {"error": torch.tensor(world.sum(total))}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "accumulate", "max_norm"),
+    [("adamw", 2, 1, None), ("sgd", 3, 1, 0.05), ("sgd", 2, 2, None), ("adamw", 1, 1, None)],
+)
+def test_shards_come_to_the_weights_of_one_process(
+    run_ranks: Ranks, kind: str, size: int, accumulate: int, max_norm: float | None
+) -> None:
+    model, optimizer = _make(kind, has_norm=accumulate == 1)  # a norm is one of micro-batches
+    expected = plain_loop(model, optimizer, _loader(), max_norm=max_norm)
+    model.eval()
+    with torch.no_grad():
+        expected["error"] = sum((F.mse_loss(model(x), y, reduction="sum") for x, y in [data(31)[:]]), torch.zeros(()))
+    found, *_ = run_ranks(_train, size, kind, accumulate, max_norm)
+    assert relative_difference(found, expected) < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.slices(2)
+def test_the_same_over_nccl() -> None:
+    from benchmarks.rank_pool import RankPool
+    from benchmarks.slice_devices import find_slices
+
+    expected = plain_loop(*_make("sgd"), _loader(), max_norm=0.05)
+    slices = find_slices()
+    with RankPool(60.0, [slices.of_rank(rank) for rank in range(2)]) as pool:
+        found, *_ = pool.run(_train, 2, "sgd", 1, 0.05)
+    del found["error"]
+    assert relative_difference(found, expected) < 1e-10
+
+
+def _part(workers: Workers, folder: str, strategy: Any, num_epochs: int) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*_make(), strategy=strategy)
+    loader = world.loader(_loader())
+    done = world.load(folder).get("epochs", 0)
+    world_loop(world, model, optimizer, loader, num_epochs - done)
+    world.save(folder, epochs=num_epochs)
+    return whole_tensors(model.state_dict(), workers)
+
+
+def test_any_number_of_workers_loads_shards(run_ranks: Ranks, tmp_path: Path) -> None:
+    expected = plain_loop(*_make(), _loader(), 4)
+    run_ranks(_part, 2, str(tmp_path), "fsdp", 1)
+    run_ranks(_part, 1, str(tmp_path), "ddp", 2)
+    run_ranks(_part, 3, str(tmp_path), "fsdp", 3)
+    found, *_ = run_ranks(_part, 2, str(tmp_path), "ddp", 4)
+    assert relative_difference(found, expected) < 1e-12
+
+
+def _bf16(workers: Workers, strategy: Any) -> tuple[str, str, Weights]:
+    world = world_of(workers)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2))
+    model, optimizer = world.wrap(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy, precision="bf16"
+    )
+    seen = []
+    model[1].register_forward_hook(lambda _, __, output: seen.append(str(output.dtype)))
+    x = torch.ones(4, 4)
+    output = model(x)
+    world.backward(output.square().mean(), count=4)
+    optimizer.step()
+    gradient = next(iter(model.parameters())).grad
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    return seen[0], str(output.dtype), whole_tensors(model.state_dict(), workers)
+
+
+def test_bf16_inside_and_float32_outside(run_ranks: Ranks) -> None:
+    results = [run_ranks(_bf16, size, strategy)[0] for size, strategy in ((1, "ddp"), (2, "ddp"), (2, "fsdp"))]
+    for inside, outside, found in results:
+        assert (inside, outside) == ("torch.bfloat16", "torch.float32")
+        assert relative_difference(found, results[0][2]) < 1e-2
+        assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+
+
+def _wrong(workers: Workers, kind: str) -> None:
+    world = world_of(workers)
+    model, optimizer = _make("sgd")
+    if kind == "stepped":
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    world.wrap(model, optimizer, **OPTIONS.get(kind, {"strategy": "fsdp"}))
+    model.eval()
+    for x, _ in world.loader(data(5), global_batch_size=4):
+        model(x)
+
+
+def _refused(workers: Workers, kind: str) -> str:
+    with pytest.raises(SettingError) as refused:
+        _wrong(workers, kind)
+    return f"{refused.value.what}: {refused.value.why}"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "strategy": {"strategy": "zero"},
+    "precision": {"precision": "fp16"},
+    "compress": {"strategy": "fsdp", "compress": "bf16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "size"),
+    [
+        ("stepped", "an optimizer that has stepped", 2),
+        ("small batch", "a batch of 1 sample was given to a sharded model", 2),
+        ("strategy", "replicas or shards", 1),
+        ("precision", "fp16 needs a scaled loss", 1),
+        ("compress", "torch sums the gradients", 1),
+    ],
+)
+def test_what_cannot_hold_is_refused(run_ranks: Ranks, kind: str, words: str, size: int) -> None:
+    assert words in run_ranks(_refused, size, kind)[0]
+
+
+def test_a_copy_of_a_model_in_bf16_is_the_script_s_own() -> None:
+    import copy
+
+    world = world_of(Workers(alone(), torch.device("cpu")))
+    model = world.wrap(nn.Linear(4, 2), precision="bf16")
+    assert "forward" not in vars(copy.deepcopy(model))
+    assert weights(copy.deepcopy(model)).keys() == weights(model).keys()
