@@ -12,7 +12,7 @@ from tests.docs.pages import DOCS, read
 
 PAGE = read(DOCS / "coming-from.md")
 CHANGES = dict(re.findall(r"<!-- (\w+) -->\n```diff\n(.*?)```", PAGE, re.DOTALL))
-ROWS = {"ddp": "DDP", "accelerate": "Accelerate", "stormo": "stormo", "mnist": "[mnist]", "vae": "[vae]"}
+ROWS = {"ddp": "DDP", "accelerate": "Accelerate", "stormo": "stormo", "mnist": "mnist", "vae": "vae"}
 JOB = """\
 import torch
 from torch import nn
