@@ -39,6 +39,7 @@ PRELOAD = ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.training.tra
 NOTES = "FORKED_NOTES"
 _ROOT = str(Path(__file__).parents[1])
 _MainProcess = type(multiprocessing.current_process())  # of the server, which imports this module
+_spawned = util.spawnv_passfds
 _executed: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _PARAMETERS = list(inspect.signature(_executed).parameters)[2:]  # after the words
 
@@ -55,12 +56,12 @@ def fork(function: Callable[..., None], arguments: tuple[Any, ...], *, is_daemon
 def start_server() -> None:
     """Fork the server too, from a process that has imported what it needs."""
     resource_tracker.ensure_running()
-    executed, util.spawnv_passfds = util.spawnv_passfds, _fork_server
+    util.spawnv_passfds = _fork_server
     try:
         forkserver.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
     finally:
-        util.spawnv_passfds = executed
+        util.spawnv_passfds = _spawned
 
 
 def _fork_server(_: str, words: Sequence[str], fds: Sequence[int]) -> int:
@@ -68,6 +69,7 @@ def _fork_server(_: str, words: Sequence[str], fds: Sequence[int]) -> int:
     pid = os.fork()
     if pid == 0:
         _close_descriptors(fds)
+        util.spawnv_passfds = _spawned
         forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]
         resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
         try:

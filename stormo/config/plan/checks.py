@@ -91,12 +91,6 @@ def check_numbers(config: TrainConfig) -> None:
             "it is a fraction of the learning rate",
             "set a number from 0 to 1",
         )
-    if optimizer.decay_share is not None and not 0 < optimizer.decay_share <= 1:
-        raise SettingError(
-            f"--decay-share {optimizer.decay_share:g} was set",
-            "it is a share of all steps",
-            "set a number above 0, up to 1",
-        )
     if batch.batch_size == "auto" and batch.accumulate > 1:
         raise SettingError(
             f"--accumulate {batch.accumulate} was set with --batch-size auto",
@@ -109,13 +103,18 @@ def check_numbers(config: TrainConfig) -> None:
             "Nesterov momentum needs a momentum above 0",
             "set --no-nesterov, or --momentum 0.9",
         )
-    _check_schedule_free(config)
+    _check_schedule(config)
     if run.run_name is not None:
         check_run_name(run.run_name)
     check_choices({k: v for name in SECTIONS for k, v in vars(getattr(config, name)).items()}, config.given)
 
 
-def _check_schedule_free(config: TrainConfig) -> None:
+def _check_schedule(config: TrainConfig) -> None:
+    share = config.optimizer.decay_share
+    if share is not None and not 0 < share <= 1:
+        raise SettingError(
+            f"--decay-share {share:g} was set", "it is a share of all steps", "set a number above 0, up to 1"
+        )
     optimizer, strategy = config.optimizer.optimizer, config.workers.strategy
     if optimizer == "schedule-free-adamw" and strategy in with_option("servers") | with_option("average_every"):
         raise SettingError(
