@@ -38,7 +38,7 @@ class Bookmark:
             return None
         try:
             text = json.dumps(data.state_dict())
-        except (TypeError, ValueError):
+        except Exception:  # the library's own, or what JSON cannot hold
             return None
         return cls(position, number, json.loads(text))
 

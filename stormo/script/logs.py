@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from stormo.distributed.world import World
 from stormo.errors import SettingError
+from stormo.script.joining import at_exit
 from stormo.telemetry import trackers
 from stormo.telemetry.environment import collect_environment
 from stormo.telemetry.events import EventFile
@@ -16,6 +17,8 @@ from stormo.telemetry.folder import RunFolder, write_json
 from stormo.telemetry.media import log_value
 from stormo.telemetry.record import Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
+
+_LONGEST_START_S = 60.0  # of a tool: a script that ends meanwhile would lose it
 
 
 class ScriptLog:
@@ -62,6 +65,7 @@ class ScriptLog:
         for sink in (*self._trackers, *self._sinks):
             sink.close()
         self._say()
+        self._sinks, self._trackers = [], []
         if self._lock is not None:
             self._lock.close()
 
@@ -83,6 +87,9 @@ class ScriptLog:
                 resumed_at_step=step if is_resume else None,
             )
         )
+        for tracker in made:
+            tracker.started.wait(_LONGEST_START_S)
+        at_exit(self.close)  # now, so that it comes before what the tools do at the end of the process
 
     def _record(self, record: Record) -> None:
         for sink in (*self._sinks, *self._trackers):

@@ -181,17 +181,23 @@ def asked_trackers(run: Run) -> list[str]:
 def check(names: Sequence[str]) -> None:
     """Refuse tools that are not installed."""
     for name in names:
-        if name in _BUILT_IN and importlib.util.find_spec(name) is None:
+        if name in _BUILT_IN and not _is_installed(name):
             raise MissingPackageError(name, _TITLES[name], name)
         if name not in _BUILT_IN and name not in entry_points(group=GROUP).names:
             raise unknown_name("sink", name, [*_BUILT_IN, *entry_points(group=GROUP).names])
-    has_store = importlib.util.find_spec("sqlalchemy") is not None or os.environ.get("MLFLOW_TRACKING_URI")
+    has_store = _is_installed("sqlalchemy") or os.environ.get("MLFLOW_TRACKING_URI")
     if "mlflow" in names and not has_store:
         raise SettingError(
             "MLflow was asked for",
             "mlflow-skinny has no store of its own",
             "set MLFLOW_TRACKING_URI, or pip install 'stormo[mlflow]'",
         )
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a package is there; a folder of that name, as W&B makes one, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def make_trackers(names: Sequence[str]) -> list[TrackerSink]:
@@ -232,6 +238,7 @@ class TrackerSink:
         self._summary: Mapping[str, Any] = {}
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.started = threading.Event()  # or failed to
 
     def write(self, record: Record) -> None:
         """Take one record; returns at once."""
@@ -270,6 +277,8 @@ class TrackerSink:
             except Exception as error:
                 self._warn(f"failed and gets no more of this run, which continues ({_first_line(error)})")
                 return
+            finally:
+                self.started.set()
 
     def _start(self, record: RunStarted) -> None:
         file = self._folder / f"sink-{self.name}.json"

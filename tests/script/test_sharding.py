@@ -58,7 +58,7 @@ def _train(workers: Workers, kind: str, accumulate: int, max_norm: float | None)
     model.eval()
     with torch.no_grad():
         total = sum(F.mse_loss(model(x), y, reduction="sum").item() for x, y in world.loader(data(31), 3))
-    whole = whole_tensors(model.state_dict(), workers)
+    whole = {name: tensor.cpu() for name, tensor in whole_tensors(model.state_dict(), workers).items()}
     parts = [tensor.to_local().numel() if hasattr(tensor, "to_local") else 0 for tensor in model.parameters()]
     assert workers.size == 1 or sum(parts) < sum(p.numel() for p in model.parameters())
     return whole | {"error": torch.tensor(world.sum(total))}
@@ -78,6 +78,20 @@ def test_shards_come_to_the_weights_of_one_process(
         expected["error"] = sum((F.mse_loss(model(x), y, reduction="sum") for x, y in [data(31)[:]]), torch.zeros(()))
     found, *_ = run_ranks(_train, size, kind, accumulate, max_norm)
     assert relative_difference(found, expected) < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.slices(2)
+def test_the_same_over_nccl() -> None:
+    from benchmarks.rank_pool import RankPool
+    from benchmarks.slice_devices import find_slices
+
+    expected = plain_loop(*_make("sgd"), _loader(), max_norm=0.05)
+    slices = find_slices()
+    with RankPool(60.0, [slices.of_rank(rank) for rank in range(2)]) as pool:
+        found, *_ = pool.run(_train, 2, "sgd", 1, 0.05)
+    del found["error"]
+    assert relative_difference(found, expected) < 1e-10
 
 
 def _part(workers: Workers, folder: str, strategy: Any, num_epochs: int) -> Weights:

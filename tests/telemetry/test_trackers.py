@@ -26,7 +26,7 @@ class Sink:
     """Writes what it gets into a file beside the run."""
 
     def start(self, run):
-        self.file = open(run.folder / "tiny.jsonl", "a")
+        self.file = run.folder / "tiny.jsonl"
         self._write("start", run.id, run.resumed_at_step, run.settings["batch.batch_size"])
         return "the only one"
 
@@ -35,12 +35,14 @@ class Sink:
 
     def end(self, summary):
         self._write("end", summary["stopped_by"])
-        self.file.close()
 
     def _write(self, *words):
-        print(json.dumps(words), file=self.file)
+        with self.file.open("a") as file:
+            print(json.dumps(words), file=file)
 
 class Broken(Sink):
+    def start(self, run): ...
+
     def log(self, step, values):
         raise ConnectionError("the server is gone")
 
@@ -165,14 +167,18 @@ def test_what_cannot_be_used_is_refused(name: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_missing_package_is_refused_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+def test_a_missing_package_is_refused_with_its_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).mkdir()  # as wandb makes one where it is used
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(MissingPackageError, match=rf"stormo\[{name}\]"):
         trackers.check(trackers.asked_trackers(Run(**{name: True})))
 
 
 def test_mlflow_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else object())
+    monkeypatch.setattr(trackers, "_is_installed", lambda name: name != "sqlalchemy")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(SettingError, match="set MLFLOW_TRACKING_URI"):
         trackers.check(["mlflow"])
