@@ -114,7 +114,7 @@ class Strategy:
         self.learning_rates = group_learning_rates(self.optimizer)  # of each group, as last set
         reported = self.learning_rates[0] if self.has_own_optimizer else settings.optimizer.base_lr
         self._lr_ratios = [rate / reported for rate in self.learning_rates]
-        self._reported_rate = reported
+        self._own_rates = self.learning_rates  # of the optimizer, as made
         self.scheduler = self._make_scheduler()
         self.lr_factor = reported / settings.optimizer.base_lr  # of what is given to `step` to the plan's
         self.scaler = self._make_scaler()
@@ -186,17 +186,11 @@ class Strategy:
         """The task's scheduler, if it makes one."""
         if type(self.task).scheduler is Task.scheduler:
             return None
-        interval = self.task.scheduler_interval
-        made = TaskScheduler(self.task.scheduler, self.optimizer, interval)
-        text = (
-            f"The task's {made.name} sets the learning rates, once {'a step' if interval == 'step' else 'an epoch'}; "
-        )
-        ignored = sorted(
-            self._settings.given
-            & {"decay", "decay_every", "decay_factor", "decay_share", "warmup_epochs", "warmup_from"}
-        )
-        text += "warm-up and decay of the settings have no effect."
-        (self.warnings if ignored else self.notices).append(text)
+        made = TaskScheduler(self.task.scheduler, self.optimizer, self.task.scheduler_interval)
+        text = f"The task's {made.name} sets the learning rates, once {'a' if made.interval == 'step' else 'an'} "
+        text += f"{made.interval}; warm-up and decay of the settings have no effect."
+        is_ignored = any(name.startswith(("decay", "warmup")) for name in self._settings.given)
+        (self.warnings if is_ignored else self.notices).append(text)
         return made
 
     def step_scheduler(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
@@ -206,8 +200,8 @@ class Strategy:
 
     @property
     def scheduler_factor(self) -> float:
-        """The factor of the reported learning rate that the task's scheduler has set."""
-        return 1.0 if self.scheduler is None else self.scheduler.rates[0] / self._reported_rate
+        """The factor of the learning rate that the task's scheduler has set."""
+        return 1.0 if self.scheduler is None else self.scheduler.rates[0] / self._own_rates[0]
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
@@ -463,10 +457,10 @@ class Strategy:
 
     def _set_learning_rate(self, rate: float) -> None:
         check_learning_rates(self.optimizer, self.learning_rates)
-        if self.scheduler is None:
-            self.learning_rates = [rate * ratio for ratio in self._lr_ratios]
-        else:
-            self.learning_rates = [own * (rate / self._reported_rate) for own in self.scheduler.rates]
+        self.learning_rates = [rate * ratio for ratio in self._lr_ratios]
+        if self.scheduler is not None:
+            pairs = zip(self.scheduler.rates, self._own_rates, self.learning_rates, strict=True)
+            self.learning_rates = [new / own * base for new, own, base in pairs]
         for group, group_rate in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = group_rate
 

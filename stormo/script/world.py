@@ -28,12 +28,13 @@ from stormo.data.generators import seed_generators
 from stormo.data.order import derive_seed
 from stormo.data.staging.node_cache import Lease
 from stormo.data.staging.nodes import local_folder, stage_on_nodes
+from stormo.distributed import values
 from stormo.distributed.world import World as Workers
 from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
 from stormo.launch import FailureReporter
 from stormo.launch.nodes import PROFILE
-from stormo.script import joining, saving, values
+from stormo.script import joining, saving
 from stormo.script.backward import Backward
 from stormo.script.collective_check import CollectiveCheck, call_site
 from stormo.script.energy import Energy, ScriptMeter, StartRecorder
