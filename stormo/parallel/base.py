@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stormo.config import schema
 from stormo.config.plan import Plan
+from stormo.config.plan.checks import check_schedule_free
 from stormo.data.loaders import Batch, Loader
 from stormo.data.order import part
 from stormo.distributed.world import World
@@ -35,9 +36,8 @@ from stormo.layers.sync_batch_norm import (
 )
 from stormo.optim import schedule_free
 from stormo.optim.muon import Muon
-from stormo.optim.parameter_names import freeze
 from stormo.optim.schedule_free import is_schedule_free
-from stormo.optim.table import make_optimizer, muon_notice, start_momentum
+from stormo.optim.table import freeze, make_optimizer, muon_notice, start_momentum
 from stormo.optim.task_optimizer import (
     IGNORED,
     check_learning_rates,
@@ -169,12 +169,16 @@ class Strategy:
         own = self._task_optimizer(model)
         self.has_own_optimizer = own is not None  # the task's
         factors = self.task.lr_factors
+        if own is not None and factors:
+            said = f"{type(self.task).__name__} has lr_factors and an optimizer of its own"
+            raise SettingError(said, "they are for the optimizers of --optimizer", "leave out one of them")
         self.optimizer = make_optimizer(model, self._settings.optimizer, factors) if own is None else own
         if own is None and isinstance(self.optimizer, Muon):
             self.notices.append(muon_notice(model, self.optimizer))
-        has_batch_norms = any(isinstance(layer, _BATCH_NORMS) for layer in model.modules())
-        if is_schedule_free(self.optimizer) and has_batch_norms:
-            self.warnings.append(_OTHER_STATISTICS)
+        if is_schedule_free(self.optimizer):
+            check_schedule_free(type(self.optimizer).__name__, self._plan.layout.strategy)
+            if any(isinstance(layer, _BATCH_NORMS) for layer in model.modules()):
+                self.warnings.append(_OTHER_STATISTICS)
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)

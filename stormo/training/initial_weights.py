@@ -34,9 +34,8 @@ def read_initial(source: str, runs_folder: str) -> dict[str, Tensor]:
         what = "it has no checkpoint" if path.is_dir() else "there is no such file or run"
         raise SettingError(said, what, "name a safetensors file, a state dict of torch, or the folder of a run")
     try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        is_safe = path.suffix == ".safetensors"
+        found = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise SettingError(

@@ -109,17 +109,18 @@ def check_numbers(config: TrainConfig) -> None:
             "Nesterov momentum needs a momentum above 0",
             "set --no-nesterov, or --momentum 0.9",
         )
-    _check_schedule_free(config)
+    check_schedule_free(f"--optimizer {optimizer.optimizer}", config.workers.strategy)
     if run.run_name is not None:
         check_run_name(run.run_name)
     check_choices({k: v for name in SECTIONS for k, v in vars(getattr(config, name)).items()}, config.given)
 
 
-def _check_schedule_free(config: TrainConfig) -> None:
-    optimizer, strategy = config.optimizer.optimizer, config.workers.strategy
-    if optimizer == "schedule-free-adamw" and strategy in with_option("servers") | with_option("average_every"):
+def check_schedule_free(optimizer: str, strategy: str) -> None:
+    """Refuse strategies that cannot train with a schedule-free optimizer, by its name."""
+    is_free = "schedule-free" in optimizer or "ScheduleFree" in optimizer
+    if is_free and strategy in with_option("servers") | with_option("average_every"):
         raise SettingError(
-            f"--strategy {strategy} was set with --optimizer schedule-free-adamw",
+            f"--strategy {strategy} was set with {optimizer}",
             "it trains other weights than it validates, and the workers exchange only one of the two",
             "set --strategy ddp, or --optimizer adamw",
         )
