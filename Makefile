@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test quick check format clean
+.PHONY: train test quick check format docs clean
 .DEFAULT_GOAL := train
 
 $(READY): pyproject.toml constraints.txt
@@ -37,6 +37,12 @@ quick: $(READY)
 format: $(READY)
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
+
+# The pages as a site with a search, in build/docs; a broken link is an error.
+docs: $(READY)
+	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(RUN)/sphinx-build -W --keep-going -E -a -q -c docs . build/docs
+	@echo 'open build/docs/index.html'
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -255,7 +255,8 @@ def _optimizers(setup: Setup, task: str, *, quick: bool) -> Sequence[str]:
         return ("sgd", "adamw", "lars", "lamb", "muon") if setup.num_workers == 2 else ("lamb", "muon")
     # All where it is fast: what a number of workers can spoil, these show. Every element is stepped by itself under
     # adamw; lamb takes the norms of whole layers as well, and muon needs all of a matrix.
-    every = [name for name in OPTIMIZERS if name != "schedule-free-adamw" or setup.strategy != "server"]
+    is_refused = setup.strategy == "server" or "ema" in setup.flags
+    every = [name for name in OPTIMIZERS if name != "schedule-free-adamw" or not is_refused]
     by_size: dict[int, Sequence[str]] = {
         2: every,
         3: ("sgd", "lamb", "muon"),

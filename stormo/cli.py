@@ -45,7 +45,7 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo doctor                   what is wrong with this machine, or with a job, and how to fix it
   stormo completion SHELL         a script that completes these verbs and their options: bash, zsh or fish
 
-stormo VERB --help shows the options of a verb; stormo --version the version.
+stormo VERB --help shows the options of a verb; stormo --version the versions of stormo, torch and Python.
 """
 
 
@@ -85,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_USAGE, end="")  # noqa: T201
         return 0
     if arguments[0] in ("-V", "--version"):
-        print(f"stormo {__version__}")  # noqa: T201
+        print(_versions())  # noqa: T201
         return 0
     if arguments[0] in _REMOVED:
         raise SettingError(f"the verb {arguments[0]} was typed", "stormo no longer has it", _REMOVED[arguments[0]])
@@ -93,6 +93,17 @@ def _dispatch(arguments: list[str]) -> int:
     if verb is None:
         raise unknown_name("verb", arguments[0], _VERBS)
     return verb(arguments[1:])
+
+
+def _versions() -> str:
+    """What an issue should name, without importing torch."""
+    from importlib import metadata
+
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "without torch"
+    return f"stormo {__version__}, {torch}, Python {sys.version.split()[0]}"
 
 
 def _prepare_worker() -> None:

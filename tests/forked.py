@@ -13,6 +13,7 @@ import contextlib
 import gc
 import inspect
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -23,6 +24,7 @@ import threading
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, process, reduction, resource_tracker, util
@@ -37,6 +39,7 @@ PRELOAD = ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.training.tra
 NOTES = "FORKED_NOTES"
 _ROOT = str(Path(__file__).parents[1])
 _MainProcess = type(multiprocessing.current_process())  # of the server, which imports this module
+_spawned = util.spawnv_passfds
 _executed: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _PARAMETERS = list(inspect.signature(_executed).parameters)[2:]  # after the words
 
@@ -48,6 +51,32 @@ def fork(function: Callable[..., None], arguments: tuple[Any, ...], *, is_daemon
     started = context.Process(target=function, args=arguments, daemon=is_daemon)
     started.start()
     return started
+
+
+def start_server() -> None:
+    """Fork the server too, from a process that has imported what it needs."""
+    resource_tracker.ensure_running()
+    util.spawnv_passfds = _fork_server
+    try:
+        forkserver.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = _spawned
+
+
+def _fork_server(_: str, words: Sequence[str], fds: Sequence[int]) -> int:
+    """For `spawnv_passfds` of multiprocessing: the last of the words are what the server does."""
+    pid = os.fork()
+    if pid == 0:
+        _close_descriptors(fds)
+        util.spawnv_passfds = _spawned
+        forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]
+        resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
+        try:
+            exec(words[-1], {})
+        finally:
+            os._exit(0)
+    return pid
 
 
 def run(words: Sequence[str], timeout_s: float = 240.0, **named: Any) -> subprocess.CompletedProcess[str]:
@@ -216,16 +245,20 @@ def noted(folder: str, pid: int) -> tuple[list[str], dict[str, str]] | None:
 def _take_descriptors(streams: Sequence[int], pass_fds: Sequence[int]) -> None:
     for target, fd in enumerate([os.dup(fd) for fd in streams]):
         os.dup2(fd, target)
-    for fd in [int(entry) for entry in os.listdir("/proc/self/fd")]:  # noqa: PTH208
-        if fd > 2 and fd not in pass_fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+    _close_descriptors(pass_fds)
     for fd in pass_fds:
         os.set_inheritable(fd, True)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def _close_descriptors(kept: Sequence[int]) -> None:
+    for fd in [int(entry) for entry in os.listdir("/proc/self/fd")]:  # noqa: PTH208
+        if fd > 2 and fd not in kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def _reset_process() -> None:
@@ -236,7 +269,10 @@ def _reset_process() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined] # what the parent will remove at its end
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    for end in (logging.shutdown, weakref.finalize._exitfunc, util._exit_function):  # type: ignore[attr-defined]
+        atexit.register(end)
     process._current_process = _MainProcess()  # type: ignore[attr-defined]
     process._parent_process = None  # type: ignore[attr-defined]
     process._children = set()  # type: ignore[attr-defined]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -40,9 +42,12 @@ def test_the_help_names_every_verb(arguments: list[str], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
-def test_the_version_is_that_of_the_package(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_versions_are_those_of_the_packages(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([flag]) == 0
-    assert capsys.readouterr().out == f"stormo {stormo.__version__}\n"
+    torch = metadata.version("torch")
+    assert (
+        capsys.readouterr().out == f"stormo {stormo.__version__}, torch {torch}, Python {platform.python_version()}\n"
+    )
 
 
 def test_an_unknown_verb_names_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,8 +41,9 @@ def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
 
 
 PARENT = """\
-import json, os, signal, subprocess, sys
+import json, os, signal, subprocess, sys, tempfile
 import child, torch
+mine = tempfile.TemporaryDirectory(dir=".", prefix="parents-")
 child.SEEN.append("by the parent")
 signal.signal(signal.SIGTERM, lambda *_: None)
 child_fd, ours = os.pipe()
@@ -50,15 +51,18 @@ os.write(ours, b"passed")
 os.close(ours)
 words = [sys.executable, "child.py", str(child_fd)]
 done = subprocess.run(words, pass_fds=[child_fd], env=dict(os.environ, MINE="1"), stdout=subprocess.PIPE)
+assert os.path.isdir(mine.name)
 print(json.loads(done.stdout), done.returncode, subprocess.run([sys.executable, "child.py"]).returncode)
 print(subprocess.run([sys.executable, "-c", "import sys; print(sys.argv, __name__); sys.exit('why')", "x"]).returncode)
 """
 CHILD = """\
-import json, os, signal, sys
+import json, os, signal, sys, tempfile
 SEEN = []
 if __name__ == "__main__":
     import child
+    mine = tempfile.TemporaryDirectory(dir=".")
     if len(sys.argv) == 1:
+        mine.cleanup()
         os.kill(os.getpid(), signal.SIGTERM)
     read = os.read(int(sys.argv[1]), 9).decode()
     print(json.dumps([child.SEEN, read, os.environ["MINE"], "torch" in sys.modules, sys.argv[0]]))
@@ -79,3 +83,4 @@ def test_a_program_starts_programs_that_know_nothing_of_it(tmp_path: Path, popen
         "1",
     ]
     assert (err, started.returncode) == ("why\n", 0)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != "_") == ["child.py", "parent.py"]

@@ -43,7 +43,7 @@ class TrainSettings(TypedDict, total=False):
     epoch_samples: int | None
 
     # optimizer
-    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd", "muon"] | None
+    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd", "muon", "schedule-free-adamw"] | None
     base_lr: float | None
     base_batch_size: int | None
     lr_rule: Literal["linear", "sqrt", "none"] | None

@@ -44,6 +44,7 @@ _GONE = [
         r"NCCL communicator was aborted",
     )
 ]
+_CUT_OFF = ("Connection reset by peer", "Broken pipe")  # the store, in the middle of an answer: nothing says whose
 # What NCCL's watchdog writes of a collective before it ends its process.
 _COLLECTIVE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
 # Traces of C++ code: of the watchdog, of an exception that nobody caught, and the frames below either.
@@ -74,7 +75,8 @@ def peer_loss(error: BaseException) -> PeerLoss | None:
         return known
     if not isinstance(error, RuntimeError):  # as those of torch.distributed are
         return None
-    return PeerLoss() if is_file_store_timeout(error) else loss_in(str(error))
+    is_cut_off = type(error).__name__ == "DistNetworkError" and str(error).startswith(_CUT_OFF)
+    return PeerLoss() if is_cut_off or is_file_store_timeout(error) else loss_in(str(error))
 
 
 def loss_in(text: str) -> PeerLoss | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import multiprocessing
-import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.data import TensorDataset
 from stormo.data.loaders import Share, StreamedLoader
 from stormo.data.processes import PickleByValue, open_loader
 from stormo.data.reading import key_loader
+from tests import forked
 
 multiprocessing.set_forkserver_preload(["torch", "stormo.data.loaders"])
 
@@ -45,15 +45,8 @@ def read_all_and_fail() -> None:
 
 def test_loading_processes_ignore_stop_signals_and_end_with_an_error_of_the_script() -> None:
     # In a group of processes of its own, all of which are signalled.
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {__name__} as test; test.read_all_and_fail()"],
-        cwd=Path(__file__).parents[2],
-        start_new_session=True,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    words = [sys.executable, "-c", f"import {__name__} as test; test.read_all_and_fail()"]
+    done = forked.run(words, cwd=Path(__file__).parents[2], start_new_session=True)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: of the user")
 
 

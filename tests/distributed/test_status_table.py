@@ -17,6 +17,7 @@ from stormo.distributed import status_table
 from stormo.distributed.status_table import SharedMemoryTable, StatusTable, new_table_file, path_of
 from stormo.distributed.world import World
 from stormo.launch.torch_errors import PeerLoss, peer_loss
+from tests import forked
 
 Ranks = Callable[..., list[Any]]
 _NUM_ROUNDS = 12
@@ -140,7 +141,7 @@ def test_shared_memory_notices_a_kill_and_a_torn_row() -> None:
     try:
         shared = SharedMemoryTable(name, 0, 2, 2)
         command = [sys.executable, "-c", _HOLD, name]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        with forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             assert other.stdout.readline() == "ready\n"
             assert not shared.has_left(1)

@@ -34,7 +34,7 @@ def _plan(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, num_plans in (("exactness", 1), ("strategies", 1), ("large-batches", 4), ("optimizers", 1)):
+    for name, num_plans in (("exactness", 1), ("strategies", 1), ("large-batches", 4), ("optimizers", 2)):
         shown = re.findall(BEHIND_A_DRY_RUN, read(DOCS / f"{name}.md"), re.DOTALL)
         assert len(shown) == num_plans
         for command, lines in shown:

@@ -112,6 +112,7 @@ def test_the_store_is_gone_with_rank_0() -> None:
     with pytest.raises(dist.DistNetworkError) as caught:
         client.get("anything")
     assert peer_loss(caught.value) == PeerLoss()
+    assert peer_loss(dist.DistNetworkError("Connection reset by peer\nException raised from")) == PeerLoss()
 
 
 def test_nobody_serves_the_store() -> None:

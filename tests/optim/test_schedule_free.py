@@ -132,6 +132,7 @@ def test_a_checkpoint_holds_what_was_validated_and_a_resume_goes_on_from_it(
     ours, theirs = (max(Path("runs", name, "checkpoints").glob("step-*")) for name in ("parts", "whole"))
     assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
     capsys.readouterr()
+    torch.set_default_dtype(torch.float32)
     assert main(["evaluate", "whole", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["validation"]["loss"] == pytest.approx(losses[-1], rel=1e-12)
 

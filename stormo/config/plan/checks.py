@@ -91,12 +91,6 @@ def check_numbers(config: TrainConfig) -> None:
             "it is a fraction of the learning rate",
             "set a number from 0 to 1",
         )
-    if optimizer.decay_share is not None and not 0 < optimizer.decay_share <= 1:
-        raise SettingError(
-            f"--decay-share {optimizer.decay_share:g} was set",
-            "it is a share of all steps",
-            "set a number above 0, up to 1",
-        )
     if batch.batch_size == "auto" and batch.accumulate > 1:
         raise SettingError(
             f"--accumulate {batch.accumulate} was set with --batch-size auto",
@@ -109,16 +103,24 @@ def check_numbers(config: TrainConfig) -> None:
             "Nesterov momentum needs a momentum above 0",
             "set --no-nesterov, or --momentum 0.9",
         )
-    check_schedule_free(f"--optimizer {optimizer.optimizer}", config.workers.strategy)
+    _check_schedule(config)
     if run.run_name is not None:
         check_run_name(run.run_name)
     check_choices({k: v for name in SECTIONS for k, v in vars(getattr(config, name)).items()}, config.given)
 
 
+def _check_schedule(config: TrainConfig) -> None:
+    share, optimizer = config.optimizer.decay_share, config.optimizer.optimizer
+    if share is not None and not 0 < share <= 1:
+        said = f"--decay-share {share:g} was set"
+        raise SettingError(said, "it is a share of all steps", "set a number above 0, up to 1")
+    if optimizer == "schedule-free-adamw":
+        check_schedule_free(f"--optimizer {optimizer}", config.workers.strategy)
+
+
 def check_schedule_free(optimizer: str, strategy: str) -> None:
-    """Refuse strategies that cannot train with a schedule-free optimizer, by its name."""
-    is_free = "schedule-free" in optimizer or "ScheduleFree" in optimizer
-    if is_free and strategy in with_option("servers") | with_option("average_every"):
+    """Refuse strategies that cannot train with a schedule-free optimizer; `optimizer` names it in the error."""
+    if strategy in with_option("servers") | with_option("average_every"):
         raise SettingError(
             f"--strategy {strategy} was set with {optimizer}",
             "it trains other weights than it validates, and the workers exchange only one of the two",

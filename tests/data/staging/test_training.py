@@ -145,9 +145,12 @@ def test_a_script_that_fails_leaves_no_copy(place: Path) -> None:
 
 
 def test_a_copy_that_fails_on_a_node_is_raised_on_all_its_workers(place: Path) -> None:
-    (place / "loop.py").write_text(SCRIPT)
-    done = train(place, "loop.py", "", "missing")
+    (place / "loop.py").write_text(
+        "import stormo\nworld = stormo.World()\ntry:\n    world.stage('missing', 'local')\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n    raise\n"
+    )
+    done = train(place, "loop.py")
     assert done.returncode != 0
     assert "missing cannot be read there (No such file or directory); fix that" in done.stderr
-    assert "PeerFailedError: rank 0 failed while this one waited: SettingError" in done.stderr
+    assert "PeerFailedError rank 0 failed while this one waited: SettingError" in done.stdout
     assert list((place / "local").iterdir()) == []
