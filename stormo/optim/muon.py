@@ -72,7 +72,7 @@ class Muon(LayerwiseOptimizer):
         eps: float = 1e-8,
         adapt: bool | None = None,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr}
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr}
         defaults |= {"weight_decay": weight_decay, "betas": betas, "eps": eps, "adapt": adapt}
         self._num_steps = ns_steps
         super().__init__(params, defaults)

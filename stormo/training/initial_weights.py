@@ -35,13 +35,13 @@ def read_initial(source: str, runs_folder: str) -> dict[str, Tensor]:
         raise SettingError(said, what, "name a safetensors file, a state dict of torch, or the folder of a run")
     try:
         is_safe = path.suffix == ".safetensors"
-        found = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
+        content: Any = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise SettingError(
             said, f"it cannot be read ({why})", "save tensors alone: torch.save(model.state_dict(), FILE)"
         ) from error
-    return _tensors(said, found)
+    return _tensors(said, content)
 
 
 def _tensors(said: str, found: Any) -> dict[str, Tensor]:
