@@ -92,9 +92,7 @@ _CHOICES: dict[str, _Choice] = {
         lambda settings: settings.get("optimizer") != "schedule-free-adamw" or settings.get("decay") in (None, "none"),
         _NOT_SCHEDULE_FREE,
     ),
-    "ema": _Choice(
-        ("optimizer",), lambda settings: settings.get("optimizer") != "schedule-free-adamw", _NOT_SCHEDULE_FREE
-    ),
+    "ema": _Choice(("optimizer",), lambda given: given.get("optimizer") != "schedule-free-adamw", _NOT_SCHEDULE_FREE),
     "decay_share": _Choice(("decay",), _is("decay", *DECAY_SHARES), ("--decay wsd", *list(DECAY_SHARES)[1:])),
     **dict.fromkeys(
         ("warmup_epochs", "warmup_from"),
@@ -110,13 +108,7 @@ _CHOICES: dict[str, _Choice] = {
 }
 # Refused wherever they come from; the others only where the user sets them now.
 _ALWAYS_REFUSED = {
-    "offload",
-    "shard_modules",
-    "ghost_batch_size",
-    "max_batch_size",
-    "nesterov",
-    "base_batch_size",
-    "decay",
+    *("offload", "shard_modules", "ghost_batch_size", "max_batch_size", "nesterov", "base_batch_size", "decay")
 }
 
 

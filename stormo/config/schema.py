@@ -185,9 +185,7 @@ class Optimizer:
     )
     clip_norm: float | None = option(None, "clip the gradient to this norm", common=True)
     ema: float | None = option(
-        None,
-        "validate and export a moving average of the weights with this decay, such as 0.999",
-        common=True,
+        None, "validate and export a moving average of the weights with this decay, such as 0.999", common=True
     )
     freeze: str | None = option(
         None, "do not train the parameters whose names fit, such as 'backbone.*,embed.*'", metavar="NAMES", common=True
@@ -228,13 +226,8 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"momentum": 0.9, "beta2": 0.999, "eps": 1e-6},
     "novograd": {"momentum": 0.9, "beta2": 0.98, "eps": 1e-8, "grad_averaging": False},
     "muon": {
-        "momentum": 0.95,
-        "nesterov": True,
-        "ns_steps": 5,
-        "adjust_lr": "match_rms_adamw",
-        "adamw_lr": None,
-        "beta2": 0.999,
-        "eps": 1e-8,
+        **{"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"},
+        **{"adamw_lr": None, "beta2": 0.999, "eps": 1e-8},
     },
     "schedule-free-adamw": {"momentum": 0.9, "beta2": 0.999, "eps": 1e-8},
 }

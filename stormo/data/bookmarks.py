@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -81,5 +83,7 @@ def _add(found: Any, value: Any) -> None:
     elif isinstance(value, numpy.ndarray):
         found.update(f"{value.shape}{value.dtype}".encode() + numpy.ascontiguousarray(value).tobytes())
     else:
-        plain = isinstance(value, str | bytes | int | float | numpy.generic) or value is None
-        found.update(repr(value if plain else type(value)).encode() + b";")
+        try:
+            found.update(pickle.dumps(value))
+        except Exception:  # any that pickle or the value itself raises
+            found.update(os.urandom(16))  # what cannot be compared counts as another sample

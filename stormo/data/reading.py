@@ -26,7 +26,7 @@ from stormo.data.processes import ForwardedError, ForwardErrors, PickleByValue, 
 from stormo.data.tensors import TensorData
 from stormo.errors import SettingError, pluralize
 
-StreamBatch = tuple[Any, dict[str, Any] | None, str | None]  # a batch, a bookmark, a note for the user
+StreamBatch = tuple[Any, dict[str, Any] | None, str | None]  # samples, a bookmark, a note for the user
 Key = tuple[int, int]  # a sample and the seed of its randomness
 SECONDS_BETWEEN_BOOKMARKS = 1.0  # a state can be large, and a resume reads up to a second again
 _END = object()
@@ -137,25 +137,16 @@ class StreamRequest:
     bookmark: Bookmark | None = None  # before it, from which the stream may continue
 
 
-@dataclass(slots=True)
-class StreamSamples:
-    """The samples of a micro-batch, and what its loader should know."""
-
-    samples: list[Any]
-    bookmark: Bookmark | None = None  # of the beginning of the step
-    note: str | None = None  # for the user
-
-
 class CollateStream:
-    """Makes a batch of `StreamSamples`, beside what its loader should know."""
+    """Makes a batch of a `StreamBatch` of samples."""
 
     def __init__(self, make_batch: Collate) -> None:
         self._make_batch = make_batch
 
     def __call__(self, found: Any) -> StreamBatch:
-        """A batch of these samples."""
-        mark = None if found.bookmark is None else found.bookmark.to_json()
-        return self._make_batch(found.samples), mark, found.note
+        """The same with a batch of the samples."""
+        samples, mark, note = found
+        return self._make_batch(samples), mark, note
 
 
 class SeekableStream(PickleByValue, Dataset[Any]):
@@ -176,7 +167,7 @@ class SeekableStream(PickleByValue, Dataset[Any]):
         self._bookmark: Bookmark | None = None  # of the current step
         self._note: str | None = None
 
-    def __getitems__(self, request: StreamRequest) -> StreamSamples | ForwardedError:
+    def __getitems__(self, request: StreamRequest) -> StreamBatch | ForwardedError:
         """The samples of a micro-batch."""
         self._bookmark = self._note = None
         try:
@@ -185,7 +176,8 @@ class SeekableStream(PickleByValue, Dataset[Any]):
                     self._read(request)
         except SettingError as error:
             return ForwardedError.of(error)
-        return StreamSamples([self._kept[row] for row in request.rows], self._bookmark, self._note)
+        mark = None if self._bookmark is None else self._bookmark.to_json()
+        return [self._kept[row] for row in request.rows], mark, self._note
 
     def _read(self, request: StreamRequest) -> None:
         first_round, start = 0, 0

@@ -43,8 +43,8 @@ class Muon(LayerwiseOptimizer):
     Args:
         params: parameters or groups; embeddings and the output layer belong into a group with `adapt=False`.
         lr: a number or a 0-dim tensor.
-        momentum: of the adapted layers.
-        nesterov: of the adapted layers.
+        momentum: of the adapted layers, as is nesterov.
+        nesterov: Nesterov momentum.
         ns_steps: Newton–Schulz iterations.
         adjust_lr: `match_rms_adamw` makes a step as long as AdamW's, so that one learning rate suits all layers.
             `original` multiplies lr by √max(1, rows / columns).
@@ -72,16 +72,8 @@ class Muon(LayerwiseOptimizer):
         eps: float = 1e-8,
         adapt: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "adjust_lr": adjust_lr,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-            "adapt": adapt,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr}
+        defaults |= {"weight_decay": weight_decay, "betas": betas, "eps": eps, "adapt": adapt}
         self._num_steps = ns_steps
         super().__init__(params, defaults)
 
@@ -109,12 +101,8 @@ class Muon(LayerwiseOptimizer):
 
     def _finish(self, ready: Sequence[Begun]) -> None:
         if self.exchange is not None:
-            shards = {
-                parameter: momentum
-                for layers, _, _ in ready
-                if layers.is_adapted
-                for parameter, momentum in zip(layers.parameters, _momenta(layers), strict=True)
-            }
+            adapted = [layers for layers, _, _ in ready if layers.is_adapted]
+            shards = {p: one for a in adapted for p, one in zip(a.parameters, _momenta(a), strict=True)}
             self._orthogonal = self.exchange(shards, lambda matrix: orthogonalise(matrix, self._num_steps))
         super()._finish(ready)
         self._orthogonal = None

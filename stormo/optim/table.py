@@ -1,4 +1,4 @@
-"""The optimizers by name, made from the settings.
+"""The optimizers by name, made from the settings, and parameters by patterns of their names.
 
 torch imports its compiler, which takes seconds, when an optimizer is made or stepped. A run that does not compile does
 not need it: `_without_compiler` and `skip_compiler_import` use the functions below torch's decorators.
@@ -6,11 +6,14 @@ not need it: `_without_compiler` and `skip_compiler_import` use the functions be
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from types import FunctionType
 from typing import Any
 
@@ -25,10 +28,50 @@ from stormo.optim.lars import LARC, LARS
 from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.muon import Muon
 from stormo.optim.novograd import NovoGrad
-from stormo.optim.parameter_names import lr_factor_of
 from stormo.optim.schedule_free import begin_training, schedule_free_adamw
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # whatever their shape
+
+
+def matching(model: nn.Module, pattern: str, said: str) -> list[nn.Parameter]:
+    """The parameters with a name that fits; `said` begins the sentence where there are none."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = {id(parameter): parameter for name, parameter in named.items() if fnmatchcase(name, pattern)}
+    if not found:
+        parents = {f"{name[:dot]}.*": None for name in named for dot in range(len(name)) if name[dot] == "."}
+        near = difflib.get_close_matches(pattern, [*named, *parents], n=3, cutoff=0.0)
+        shown = pattern or "an empty pattern"
+        raise SettingError(said, f"no parameter of the model fits {shown}", f"set something like {' or '.join(near)}")
+    return list(found.values())
+
+
+def freeze(model: nn.Module, patterns: str) -> str:
+    """Take the gradients of the parameters whose names fit; say how many there are."""
+    for pattern in patterns.split(","):
+        for parameter in matching(model, pattern.strip(), f"--freeze {patterns} was set"):
+            parameter.requires_grad_(False)
+    every = list(model.parameters())
+    frozen = [parameter for parameter in every if not parameter.requires_grad]
+    count = pluralize(len(every), "parameter")
+    if len(frozen) == len(every):
+        why = f"all {count} of the model are frozen then"
+        raise SettingError(f"--freeze {patterns} was set", why, "leave some to be trained")
+    values = [sum(parameter.numel() for parameter in some) for some in (frozen, every)]
+    return f"{len(frozen)} of the model's {count} are frozen: {values[0]:,} of {values[1]:,} values."
+
+
+def lr_factor_of(model: nn.Module, factors: Mapping[str, float]) -> dict[int, float]:
+    """The factor of each parameter by its id: that of the first pattern that fits one of its names."""
+    found: dict[int, float] = {}
+    for pattern, factor in factors.items():
+        said = f"lr_factors of the task has {pattern!r}"
+        if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < math.inf:
+            raise SettingError(
+                f"{said}: {factor!r}", "it multiplies a learning rate", "set a number above 0, or freeze these"
+            )
+        for parameter in matching(model, str(pattern), said):
+            found.setdefault(id(parameter), float(factor))
+    return found
 
 
 def parameter_groups(

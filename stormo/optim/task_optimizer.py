@@ -32,17 +32,17 @@ def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> O
         return None
     said = f"optimizer() returned a {type(optimizer).__name__}"
     _check(said, optimizer, model)
-    if getattr(getattr(make, "__self__", None), "lr_factors", None):
-        raise SettingError(
-            f"{said} and the task has lr_factors", "they are for the optimizers of --optimizer", "leave out one of them"
-        )
-    for name in parameters_not_in(optimizer, model):
-        # Never stepped: its gradients would only accumulate, and count in clipping.
-        model.get_parameter(name).requires_grad_(False)
+    _freeze_others(optimizer, model)
     skip_compiler_in_step(optimizer)
     if is_schedule_free(optimizer):
         begin_training(optimizer)
     return optimizer  # type: ignore[no-any-return]
+
+
+def _freeze_others(optimizer: Optimizer, model: nn.Module) -> None:
+    """Freeze what is never stepped: its gradients would only accumulate, and count in clipping."""
+    for name in parameters_not_in(optimizer, model):
+        model.get_parameter(name).requires_grad_(False)
 
 
 class JoinedOptimizer(Optimizer):
@@ -67,21 +67,17 @@ def make_task_optimizers(make: Callable[[nn.Module], Any], model: nn.Module) -> 
             f"optimizers() returned a {kind}", "it maps names to optimizers", 'return {"critic": …, "generator": …}'
         )
     for name, part in parts.items():
-        _check(f"optimizers() returned a {type(part).__name__} as {name}", part, model)
+        said = f"optimizers() returned a {type(part).__name__} as {name}"
+        _check(said, part, model)
         skip_compiler_in_step(part)
         if is_schedule_free(part):
-            said = f"optimizers() returned a {type(part).__name__} as {name}"
             raise SettingError(said, "its averages are for a single optimizer", "return another, such as AdamW")
     held = [id(p) for part in parts.values() for group in part.param_groups for p in group["params"]]
     if len(held) > len(set(held)):
-        raise SettingError(
-            f"optimizers() returned {', '.join(parts)}",
-            "some parameters are in more than one of them",
-            "give every parameter to one",
-        )
+        said = f"optimizers() returned {', '.join(parts)}"
+        raise SettingError(said, "some parameters are in more than one of them", "give every parameter to one")
     joined = JoinedOptimizer(parts)
-    for name in parameters_not_in(joined, model):
-        model.get_parameter(name).requires_grad_(False)
+    _freeze_others(joined, model)
     return joined
 
 

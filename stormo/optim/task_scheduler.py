@@ -11,14 +11,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from stormo.distributed.values import decode, encode
 from stormo.errors import SettingError, StormoError
 
-INTERVALS = ("step", "epoch")
 _OTHERS = ("momentum", "betas")
-_PAIRS = "pairs"  # how JSON holds a dict whose keys are not all text
+_KEPT = ("lr", "initial_lr", "max_lr", "min_lr", *_OTHERS)  # what a scheduler sets in a parameter group
 
 
 class TaskScheduler:
@@ -73,48 +76,20 @@ class TaskScheduler:
             group.update({key: twin[key] for key in _OTHERS if key in twin})
 
     def state(self) -> dict[str, Any]:
-        """Its state and that of the twin's groups, as plain values."""
-        groups = [{key: group[key] for key in _kept(group)} for group in self._twin.param_groups]
-        return {"scheduler": self._plain(self._scheduler.state_dict()), "groups": self._plain(groups)}
+        """Its state and that of the twin's groups, as JSON."""
+        groups = [{key: group[key] for key in _KEPT if key in group} for group in self._twin.param_groups]
+        tensors: dict[str, Tensor] = {}  # of NumPy's numbers
+        plain = encode([self._scheduler.state_dict(), groups], tensors, "the scheduler")
+        return {"plain": plain, "tensors": {name: tensor.tolist() for name, tensor in tensors.items()}}
 
     def take(self, state: Any) -> None:
         """Restore what `state` gave."""
         try:
-            own = self._scheduler.state_dict()
-            self._scheduler.load_state_dict(_like(state["scheduler"], own))
-            for group, stored in zip(self._twin.param_groups, state["groups"], strict=True):
-                group.update({key: _like(stored[key], group[key]) for key in _kept(group)})
+            tensors = {name: torch.from_numpy(numpy.array(values)) for name, values in state["tensors"].items()}
+            stored, groups = decode(state["plain"], tensors)
+            self._scheduler.load_state_dict(stored)
+            for group, kept in zip(self._twin.param_groups, groups, strict=True):
+                group.update(kept)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise StormoError(f"The checkpoint's state of the scheduler does not fit {self.name} ({error}).") from error
         self._set_others()
-
-    def _plain(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            if all(isinstance(key, str) for key in value):
-                return {key: self._plain(each) for key, each in value.items()}
-            return {_PAIRS: [[key, self._plain(each)] for key, each in value.items()]}
-        if isinstance(value, list | tuple):
-            return [self._plain(each) for each in value]
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        raise SettingError(
-            f"scheduler() returned a {self.name}",
-            f"its state holds a {type(value).__name__}, which a checkpoint cannot hold",
-            "keep plain numbers and text in it",
-        )
-
-
-def _kept(group: Mapping[str, Any]) -> list[str]:
-    """What a scheduler sets in a parameter group."""
-    return [key for key in ("lr", "initial_lr", "max_lr", "min_lr", *_OTHERS) if key in group]
-
-
-def _like(stored: Any, own: Any) -> Any:
-    """A stored value in the type that it had."""
-    if isinstance(own, dict):
-        pairs = stored[_PAIRS] if set(stored) == {_PAIRS} else stored.items()
-        return type(own)({key: _like(value, own.get(key)) for key, value in pairs})
-    if isinstance(own, list | tuple) and isinstance(stored, list):
-        padded = [*own, *[None] * len(stored)]
-        return type(own)(_like(value, before) for value, before in zip(stored, padded, strict=False))
-    return stored

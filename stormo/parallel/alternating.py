@@ -148,9 +148,8 @@ def _check(settings: schema.TrainConfig) -> None:
     """Refuse settings of a gradient that is one for the whole model."""
     optimizer, workers, batch = settings.optimizer, settings.workers, settings.batch
     if settings.speed.compile:
-        raise SettingError(
-            "--compile was set", f"{REASON}, whose losses call parts of the model", "call compile() on these in model()"
-        )
+        why = f"{REASON}, whose losses call parts of the model"
+        raise SettingError("--compile was set", why, "call compile() on these in model()")
     for is_set, said in (
         (workers.compress != "none", f"--compress {workers.compress}"),
         (batch.batch_size == "auto", "--batch-size auto"),

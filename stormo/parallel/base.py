@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stormo.config import schema
 from stormo.config.plan import Plan
+from stormo.config.plan.checks import check_schedule_free
 from stormo.data.loaders import Batch, Loader
 from stormo.data.order import part
 from stormo.distributed.world import World
@@ -35,9 +36,8 @@ from stormo.layers.sync_batch_norm import (
 )
 from stormo.optim import schedule_free
 from stormo.optim.muon import Muon
-from stormo.optim.parameter_names import freeze
 from stormo.optim.schedule_free import is_schedule_free
-from stormo.optim.table import make_optimizer, muon_notice, start_momentum
+from stormo.optim.table import freeze, make_optimizer, muon_notice, start_momentum
 from stormo.optim.task_optimizer import (
     IGNORED,
     check_learning_rates,
@@ -114,7 +114,7 @@ class Strategy:
         self.learning_rates = group_learning_rates(self.optimizer)  # of each group, as last set
         reported = self.learning_rates[0] if self.has_own_optimizer else settings.optimizer.base_lr
         self._lr_ratios = [rate / reported for rate in self.learning_rates]
-        self._reported_rate = reported
+        self._own_rates = self.learning_rates  # of the optimizer, as made
         self.scheduler = self._make_scheduler()
         self.lr_factor = reported / settings.optimizer.base_lr  # of what is given to `step` to the plan's
         self.scaler = self._make_scaler()
@@ -169,12 +169,16 @@ class Strategy:
         own = self._task_optimizer(model)
         self.has_own_optimizer = own is not None  # the task's
         factors = self.task.lr_factors
+        if own is not None and factors:
+            said = f"{type(self.task).__name__} has lr_factors and an optimizer of its own"
+            raise SettingError(said, "they are for the optimizers of --optimizer", "leave out one of them")
         self.optimizer = make_optimizer(model, self._settings.optimizer, factors) if own is None else own
         if own is None and isinstance(self.optimizer, Muon):
             self.notices.append(muon_notice(model, self.optimizer))
-        has_batch_norms = any(isinstance(layer, _BATCH_NORMS) for layer in model.modules())
-        if is_schedule_free(self.optimizer) and has_batch_norms:
-            self.warnings.append(_OTHER_STATISTICS)
+        if is_schedule_free(self.optimizer):
+            check_schedule_free(type(self.optimizer).__name__, self._plan.layout.strategy)
+            if any(isinstance(layer, _BATCH_NORMS) for layer in model.modules()):
+                self.warnings.append(_OTHER_STATISTICS)
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
             (self.notices if self._settings.given.isdisjoint(IGNORED) else self.warnings).append(text)
@@ -186,17 +190,11 @@ class Strategy:
         """The task's scheduler, if it makes one."""
         if type(self.task).scheduler is Task.scheduler:
             return None
-        interval = self.task.scheduler_interval
-        made = TaskScheduler(self.task.scheduler, self.optimizer, interval)
-        text = (
-            f"The task's {made.name} sets the learning rates, once {'a step' if interval == 'step' else 'an epoch'}; "
-        )
-        ignored = sorted(
-            self._settings.given
-            & {"decay", "decay_every", "decay_factor", "decay_share", "warmup_epochs", "warmup_from"}
-        )
-        text += "warm-up and decay of the settings have no effect."
-        (self.warnings if ignored else self.notices).append(text)
+        made = TaskScheduler(self.task.scheduler, self.optimizer, self.task.scheduler_interval)
+        text = f"The task's {made.name} sets the learning rates, once {'a' if made.interval == 'step' else 'an'} "
+        text += f"{made.interval}; warm-up and decay of the settings have no effect."
+        is_ignored = any(name.startswith(("decay", "warmup")) for name in self._settings.given)
+        (self.warnings if is_ignored else self.notices).append(text)
         return made
 
     def step_scheduler(self, interval: str, metrics: Mapping[str, float] | None = None) -> None:
@@ -206,8 +204,8 @@ class Strategy:
 
     @property
     def scheduler_factor(self) -> float:
-        """The factor of the reported learning rate that the task's scheduler has set."""
-        return 1.0 if self.scheduler is None else self.scheduler.rates[0] / self._reported_rate
+        """The factor of the learning rate that the task's scheduler has set."""
+        return 1.0 if self.scheduler is None else self.scheduler.rates[0] / self._own_rates[0]
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
@@ -463,10 +461,10 @@ class Strategy:
 
     def _set_learning_rate(self, rate: float) -> None:
         check_learning_rates(self.optimizer, self.learning_rates)
-        if self.scheduler is None:
-            self.learning_rates = [rate * ratio for ratio in self._lr_ratios]
-        else:
-            self.learning_rates = [own * (rate / self._reported_rate) for own in self.scheduler.rates]
+        self.learning_rates = [rate * ratio for ratio in self._lr_ratios]
+        if self.scheduler is not None:
+            pairs = zip(self.scheduler.rates, self._own_rates, self.learning_rates, strict=True)
+            self.learning_rates = [new / own * base for new, own, base in pairs]
         for group, group_rate in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = group_rate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ from stormo.parallel.parameter_shards import ParameterShard, chunk_of
 _NUM_FLAGS = 3  # of a chunk, before its offset and shape
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """One worker's chunk of a matrix, which may have more than two dimensions."""
 
     number: int  # of the whole parameter in the model
@@ -80,16 +79,10 @@ class MatrixExchange:
         for rows in every.tolist():
             found.append({})
             for number, (is_held, is_counted, is_double, *sides) in enumerate(rows):
-                count = len(self._shapes[number])
-                offset, shape = tuple(sides[:count]), tuple(sides[num_dims:][:count])
                 if is_held:
-                    found[-1][number] = _Chunk(
-                        number=number,
-                        offset=offset,
-                        shape=shape,
-                        is_counted=bool(is_counted),
-                        is_double=bool(is_double),
-                    )
+                    count = len(self._shapes[number])
+                    offset, shape = tuple(sides[:count]), tuple(sides[num_dims:][:count])
+                    found[-1][number] = _Chunk(number, offset, shape, bool(is_counted), bool(is_double))
         return found
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:

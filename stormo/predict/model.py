@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from stormo.config import schema
 from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
-from stormo.optim.parameter_names import freeze
-from stormo.optim.table import make_optimizer
+from stormo.optim.table import freeze, make_optimizer
 from stormo.optim.task_optimizer import make_task_optimizer
 from stormo.parallel.fsdp import has_statistics
 from stormo.parallel.pipeline.partition import into_stages

@@ -57,9 +57,7 @@ class ScriptLog:
         """End the run, where one was begun."""
         if not self._sinks or self._folder is None:
             return
-        ended = (
-            "error" if getattr(sys, "last_type", None) is not None else "script"
-        )  # Python sets it where nobody catches
+        ended = "script" if getattr(sys, "last_type", None) is None else "error"  # Python sets it where nobody catches
         summary = {"run_name": self._folder.name, "task": _script(), "world_size": self._world.size}
         self._record(RunEnded(summary={**summary, "steps": self._num_steps, "stopped_by": ended}))
         for sink in (*self._trackers, *self._sinks):

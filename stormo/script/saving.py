@@ -17,12 +17,12 @@ from stormo import checkpoint
 from stormo.checkpoint import CorruptCheckpointError, Snapshot
 from stormo.data.generators import seed_generators
 from stormo.data.order import derive_seed
+from stormo.distributed.values import decode, encode
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.script.loop import Loop
 from stormo.script.sharding import like, whole_tensors
 from stormo.script.stepping import Group
-from stormo.script.values import decode, encode
 
 _IDENTITY = "script"
 _PLAIN = "plain/"

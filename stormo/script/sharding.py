@@ -90,20 +90,16 @@ def whole_tensors(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tens
     """Gather shards one by one; only rank 0 keeps them, in host memory. All workers call it."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        gathered = _gathered(tensor)
+        gathered = whole_tensor(tensor)
         if world.is_main:
             found[name] = gathered if gathered is tensor else gathered.cpu()
     return found
 
 
-def _gathered(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor of which this one is a shard, or itself. All workers call it."""
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole
-
-
-def norm_of(total: Tensor) -> Tensor:
-    """A norm that is the same tensor on all workers."""
-    return _gathered(total)
 
 
 def like(whole: Tensor, target: Any) -> Tensor:

@@ -28,19 +28,20 @@ from stormo.data.generators import seed_generators
 from stormo.data.order import derive_seed
 from stormo.data.staging.node_cache import Lease
 from stormo.data.staging.nodes import local_folder, stage_on_nodes
+from stormo.distributed import values
 from stormo.distributed.world import World as Workers
 from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
 from stormo.launch import FailureReporter
 from stormo.launch.nodes import PROFILE
-from stormo.script import joining, saving, values
+from stormo.script import joining, saving
 from stormo.script.backward import Backward
 from stormo.script.collective_check import CollectiveCheck, call_site
 from stormo.script.energy import Energy, ScriptMeter, StartRecorder
 from stormo.script.loader_factory import Batches, Loader, make_loader
 from stormo.script.logs import ScriptLog
 from stormo.script.loop import Loop
-from stormo.script.sharding import norm_of
+from stormo.script.sharding import whole_tensor
 from stormo.script.wrapping import warn_of_unwrapped_optimizers, wrap
 
 Compress = Literal["none", "bf16", "fp16"]
@@ -299,7 +300,7 @@ class World:
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor | None:
         """Clip the gradient of a complete step to a norm, and return what it was; None between its micro-batches."""
         parameters = list(parameters)
-        return None if self._loop.is_accumulating else norm_of(nn.utils.clip_grad_norm_(parameters, max_norm))
+        return None if self._loop.is_accumulating else whole_tensor(nn.utils.clip_grad_norm_(parameters, max_norm))
 
     # What the workers do together
 

@@ -134,7 +134,7 @@ class Task:
         return None
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """A scheduler of torch for this optimizer; None for the warm-up and decay of the settings.
+        """A scheduler of torch for this optimizer, in place of the warm-up and decay of the settings.
 
         It is stepped once a step, or with `scheduler_interval = "epoch"` after every validation. Its learning rates are
         those for one worker's batch: --lr-rule multiplies them.

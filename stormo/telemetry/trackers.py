@@ -111,7 +111,7 @@ class MlflowTracker:
             if isinstance(value, str):
                 self._client.set_tag(self._id, f"stormo.{name}", value)
         states = {"error": "FAILED", "divergence": "FAILED", "signal": "KILLED"}
-        self._client.set_terminated(self._id, states.get(str(summary.get("stopped_by")), "FINISHED"))
+        self._client.set_terminated(self._id, states.get(str(summary.get("stopped_by", "error")), "FINISHED"))
 
 
 def mlflow_name(name: str) -> str:
@@ -153,7 +153,7 @@ class WandbTracker:
     def end(self, summary: Mapping[str, Any]) -> None:
         """The figures of the summary become W&B's."""
         self._run.summary.update({f"summary/{name}": value for name, value in _flat(summary)})
-        self._run.finish(exit_code=int(summary.get("stopped_by") in ("error", "divergence")))
+        self._run.finish(exit_code=int(summary.get("stopped_by", "error") in ("error", "divergence")))
 
 
 def _has_wandb_login(environ: Mapping[str, str]) -> bool:
@@ -175,7 +175,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield f"{prefix}{name}", value
 
 
-_BUILT_IN: dict[str, type[Any]] = {"mlflow": MlflowTracker, "wandb": WandbTracker}
+_BUILT_IN: dict[str, Callable[[], Tracker]] = {"mlflow": MlflowTracker, "wandb": WandbTracker}
 _TITLES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
 
 
@@ -215,22 +215,16 @@ def make_trackers(names: Sequence[str]) -> list[TrackerSink]:
 
 def _load(name: str) -> Tracker:
     if name in _BUILT_IN:
-        made: Tracker = _BUILT_IN[name]()
-        return made
+        return _BUILT_IN[name]()
     (entry, *_) = entry_points(group=GROUP, name=name)
+    asked = f"sink {name} was asked for"
     try:
-        tracker = entry.load()()
+        tracker: Tracker = entry.load()()
     except Exception as error:
-        raise SettingError(
-            f"sink {name} was asked for", f"{entry.value} cannot be used ({error!r})", "repair it, or leave it out"
-        ) from error
-    missing = [method for method in ("start", "log", "end") if not callable(getattr(tracker, method, None))]
-    if missing:
-        raise SettingError(
-            f"sink {name} was asked for", f"{entry.value} has no method {missing[0]}", "add it, or leave it out"
-        )
-    found: Tracker = tracker
-    return found
+        raise SettingError(asked, f"{entry.value} cannot be used ({error!r})", "repair it, or leave it out") from error
+    if missing := [method for method in ("start", "log", "end") if not callable(getattr(tracker, method, None))]:
+        raise SettingError(asked, f"{entry.value} has no method {missing[0]}", "add it, or leave it out")
+    return tracker
 
 
 class TrackerSink:
@@ -254,6 +248,8 @@ class TrackerSink:
             self._thread = threading.Thread(target=self._work, name=f"stormo {self.name}", daemon=True)
             self._calls.put(lambda: self._start(record))
             self._thread.start()
+        elif self._thread is None or not self._thread.is_alive():
+            return  # it has failed
         elif isinstance(record, StepDone | EpochDone | ValueLogged):
             values: dict[str, float | Path] = {**scalars_of(record)}
             if isinstance(record, ValueLogged) and record.file is not None:

@@ -16,7 +16,7 @@ from stormo.config.schema import TrainConfig
 from stormo.data.loaders import Loader
 from stormo.distributed.world import AsyncAllReduce, World
 from stormo.energy.node_recorder import steady_unix_s
-from stormo.errors import SettingError, pluralize
+from stormo.errors import pluralize
 from stormo.optim.schedule import Schedule
 from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow
@@ -206,8 +206,6 @@ class RunContext:
             model.train(was_training)
 
     def _log(self, name: str, value: Any) -> None:
-        if not isinstance(name, str):
-            raise SettingError(f"log({name!r}, …) was called", "a figure has a name", "write log(name, value)")
         if self.world.is_main:
             self.record(log_value(RunFolder(self.run_folder), name, value, self.state.progress.step))
 

@@ -15,8 +15,7 @@ from stormo.config import schema
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.optim.parameter_names import freeze
-from stormo.optim.table import OPTIMIZERS, make_optimizer
+from stormo.optim.table import OPTIMIZERS, freeze, make_optimizer
 from tests.sharded_models import Plain, Words, assert_close, trained, whole
 
 Ranks = Callable[..., list[Any]]

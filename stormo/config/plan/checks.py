@@ -110,15 +110,19 @@ def check_numbers(config: TrainConfig) -> None:
 
 
 def _check_schedule(config: TrainConfig) -> None:
-    share = config.optimizer.decay_share
+    share, optimizer = config.optimizer.decay_share, config.optimizer.optimizer
     if share is not None and not 0 < share <= 1:
+        said = f"--decay-share {share:g} was set"
+        raise SettingError(said, "it is a share of all steps", "set a number above 0, up to 1")
+    if optimizer == "schedule-free-adamw":
+        check_schedule_free(f"--optimizer {optimizer}", config.workers.strategy)
+
+
+def check_schedule_free(optimizer: str, strategy: str) -> None:
+    """Refuse strategies that cannot train with a schedule-free optimizer; `optimizer` names it in the error."""
+    if strategy in with_option("servers") | with_option("average_every"):
         raise SettingError(
-            f"--decay-share {share:g} was set", "it is a share of all steps", "set a number above 0, up to 1"
-        )
-    optimizer, strategy = config.optimizer.optimizer, config.workers.strategy
-    if optimizer == "schedule-free-adamw" and strategy in with_option("servers") | with_option("average_every"):
-        raise SettingError(
-            f"--strategy {strategy} was set with --optimizer schedule-free-adamw",
+            f"--strategy {strategy} was set with {optimizer}",
             "it trains other weights than it validates, and the workers exchange only one of the two",
             "set --strategy ddp, or --optimizer adamw",
         )

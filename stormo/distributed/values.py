@@ -1,4 +1,4 @@
-"""Values of a script: written as JSON and tensors, sent as bytes, summed over the workers.
+"""Nested values: written as JSON and tensors, sent as bytes, summed over the workers.
 
 What JSON would change silently, such as tuples and numeric keys, is written with its type. Reading runs no code.
 """
