@@ -18,7 +18,7 @@ _LONGEST_PART = 200  # of a name, as file systems take 255
 _PNG_COLOURS = {1: 0, 3: 2, 4: 6}  # channels → colour type: grey, RGB, RGBA
 
 
-def log_value(folder: RunFolder, name: str, value: Any, step: int) -> ValueLogged:
+def log_value(folder: RunFolder, name: Any, value: Any, step: int) -> ValueLogged:
     """The record of a number, an image (uint8, HWC or CHW) or a matplotlib figure, whose picture is then stored."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or max(map(len, name.split("/"))) > _LONGEST_PART:
         raise SettingError(
