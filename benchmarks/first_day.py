@@ -224,7 +224,7 @@ print(len(events.Tags()["scalars"]))
         self._stormo(*_train_words(name), "--epochs", "1", f"--{name}")
         note = self.folder / "runs" / name / f"sink-{name}.json"
         _check(note.is_file(), f"there is no {note}")
-        return note.read_text(encoding="utf-8").strip()[:60]
+        return " ".join(note.read_text(encoding="utf-8").split())[:60]
 
     def _plot(self) -> str:
         self._python('import stormo\nstormo.open_run("day").plot().savefig("day.png")')

@@ -54,8 +54,6 @@ def _norm_conv(channels, out, kernel, stride=1):
 
 
 class ImageFolder(torch.utils.data.Dataset):
-    """The images of a folder; its subfolders are the classes."""
-
     def __init__(self, folder, pixels, augment):
         self.pixels, self.augment = pixels, augment
         self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -79,7 +77,8 @@ class ResNet50(stormo.Task):
     """Classes of images."""
 
     name = "resnet50"
-    defaults: ClassVar = {"batch_size": 16, "base_lr": 0.00625, "weight_decay": 1e-4, "epochs": 5, "warmup_epochs": 1}
+    defaults: ClassVar = {"batch_size": 16, "weight_decay": 1e-4, "epochs": 5, "warmup_epochs": 1}
+    defaults |= {"base_lr": 0.1 / 16, "base_batch_size": 16}  # 0.1 for a batch of 256, whatever the batch
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -116,5 +115,5 @@ def _draw(folder):
         for n in range(80):
             file = folder / ("train" if n < 64 else "val") / name / f"{n}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
-            noise = random.integers(0, 128, (40, 40, 3)) + 127 * np.eye(3, dtype=int)[channel]
-            Image.fromarray(noise.astype(np.uint8)).save(file)
+            noise = random.integers(0, 128, (40, 40, 3), np.uint8) + 127 * np.eye(3, dtype=np.uint8)[channel]
+            Image.fromarray(noise).save(file)

@@ -19,7 +19,16 @@ from stormo.errors import pluralize
 from stormo.telemetry.environment import job_text
 from stormo.telemetry.events import current_events, read_events, speed_of
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary, to_json
-from stormo.telemetry.runs_folder import MISSING, RunOverview, align, find_run, flat_config, last_event, overview
+from stormo.telemetry.runs_folder import (
+    MISSING,
+    RunOverview,
+    align,
+    find_run,
+    flat_config,
+    last_event,
+    list_runs,
+    overview,
+)
 from stormo.telemetry.text import (
     encodable,
     format_duration,
@@ -57,11 +66,13 @@ class _Run:
 def main(arguments: Sequence[str]) -> int:
     """Read the options and show one run."""
     parser = Parser(prog="stormo show", description="Show one run.", allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name of the run, or its folder (default: the newest)")
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
-    run = _read(find_run(Path(parsed.runs_folder), parsed.run))
+    folder = Path(parsed.runs_folder)
+    newest = next((run.name for run in list_runs(folder)), "newest")  # a name that the error shows
+    run = _read(find_run(folder, newest if parsed.run is None else parsed.run))
     text = json.dumps(_as_json(run), indent=2, allow_nan=False) if parsed.json else "\n".join(_lines(run))
     write_text(f"{text}\n", sys.stdout)
     return 0

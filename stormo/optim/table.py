@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -39,7 +40,8 @@ def matching(model: nn.Module, pattern: str, said: str) -> list[nn.Parameter]:
     if not found:
         parents = {f"{name[:dot]}.*": None for name in named for dot in range(len(name)) if name[dot] == "."}
         near = difflib.get_close_matches(pattern, [*named, *parents], n=3, cutoff=0.0)
-        raise SettingError(said, f"no parameter of the model fits {pattern}", f"set something like {' or '.join(near)}")
+        shown = pattern or "an empty pattern"
+        raise SettingError(said, f"no parameter of the model fits {shown}", f"set something like {' or '.join(near)}")
     return list(found.values())
 
 
@@ -63,11 +65,11 @@ def lr_factor_of(model: nn.Module, factors: Mapping[str, float]) -> dict[int, fl
     found: dict[int, float] = {}
     for pattern, factor in factors.items():
         said = f"lr_factors of the task has {pattern!r}"
-        if not isinstance(factor, int | float) or not factor > 0:
+        if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < math.inf:
             raise SettingError(
                 f"{said}: {factor!r}", "it multiplies a learning rate", "set a number above 0, or freeze these"
             )
-        for parameter in matching(model, pattern, said):
+        for parameter in matching(model, str(pattern), said):
             found.setdefault(id(parameter), float(factor))
     return found
 

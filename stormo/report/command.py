@@ -15,7 +15,7 @@ from stormo.report.charts import AXES, COLOURS, DASHES, PATTERNS, SYMBOLS, Chart
 from stormo.report.history import read_history
 from stormo.report.page import check_plotly, make_document, make_page, make_panels
 from stormo.telemetry.folder import RunFolder, write_whole
-from stormo.telemetry.runs_folder import find_run
+from stormo.telemetry.runs_folder import find_run, list_runs
 from stormo.telemetry.text import write_text
 
 _COLOURS, _DASHES = COLOURS["light"], tuple(DASHES.values())
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Write one HTML page of a run, or one that compares several. It opens without a network.",
         allow_abbrev=False,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run, or its folder")
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="name of a run, or its folder (default: the newest)")
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
     parser.add_argument(
         "--output",
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         if getattr(options, option) == "":
             raise SettingError(f"--{option} was set to an empty name", "a name is needed", "name a file or folder")
     parent = Path(options.runs_folder)
-    folders = list({run.path.resolve(): run for run in (find_run(parent, name) for name in options.runs)}.values())
+    names = options.runs or [next((run.name for run in list_runs(parent)), "newest")]  # a name that the error shows
+    folders = list({run.path.resolve(): run for run in (find_run(parent, name) for name in names)}.values())
     labels = run_labels(folders)
     histories = [read_history(folder, label) for folder, label in zip(folders, labels, strict=True)]
     default = folders[0].path / "report.html" if len(folders) == 1 else parent / "report.html"

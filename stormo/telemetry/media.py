@@ -14,15 +14,17 @@ from stormo.telemetry.folder import RunFolder, write_whole
 from stormo.telemetry.record import ValueLogged
 
 _NAME = re.compile(r"[\w-][\w .-]*(/[\w-][\w .-]*)*", flags=re.ASCII)  # what every tool and file system takes
+_LONGEST_PART = 200  # of a name, as file systems take 255
 _PNG_COLOURS = {1: 0, 3: 2, 4: 6}  # channels → colour type: grey, RGB, RGBA
 
 
 def log_value(folder: RunFolder, name: str, value: Any, step: int) -> ValueLogged:
     """The record of a number, an image (uint8, HWC or CHW) or a matplotlib figure, whose picture is then stored."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    is_name = isinstance(name, str) and _NAME.fullmatch(name)
+    if not is_name or max(map(len, name.split("/"))) > _LONGEST_PART:
         raise SettingError(
             f"log({name!r}) was called",
-            "names are letters, digits and _-. in parts that / separates",
+            f"names are letters, digits and _-. in parts of at most {_LONGEST_PART} characters that / separates",
             "choose one like validation/samples",
         )
     number = _number(value)
@@ -42,7 +44,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -56,7 +58,7 @@ def _picture(name: str, value: Any) -> bytes:
     shape = tuple(getattr(pixels, "shape", ()))
     if len(shape) == 2:
         pixels, shape = pixels[..., None], (*shape, 1)
-    is_image = len(shape) == 3 and str(pixels.dtype) == "uint8"
+    is_image = len(shape) == 3 and 0 not in shape and str(pixels.dtype) == "uint8"
     has_last, has_first = is_image and shape[2] in _PNG_COLOURS, is_image and shape[0] in _PNG_COLOURS
     if not (has_last or has_first):
         what = f"a {type(value).__name__}" + (f" of {pixels.dtype} and shape {shape}" if shape else "")

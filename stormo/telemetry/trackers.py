@@ -10,6 +10,7 @@ import importlib.util
 import netrc
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +92,8 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        metrics = [Metric(name, value, now_ms, step) for name, value in values.items() if not isinstance(value, Path)]
+        numbers = {name: value for name, value in values.items() if not isinstance(value, Path)}
+        metrics = [Metric(mlflow_name(name), value, now_ms, step) for name, value in numbers.items()]
         if metrics:
             self._client.log_batch(self._id, metrics=metrics)
         for value in values.values():
@@ -110,6 +112,11 @@ class MlflowTracker:
                 self._client.set_tag(self._id, f"stormo.{name}", value)
         states = {"error": "FAILED", "divergence": "FAILED", "signal": "KILLED"}
         self._client.set_terminated(self._id, states.get(str(summary.get("stopped_by", "error")), "FINISHED"))
+
+
+def mlflow_name(name: str) -> str:
+    """A metric's name as MLflow takes it: it would refuse acc@1."""
+    return re.sub(r"[^\w.\-/: ]", "_", name)
 
 
 class WandbTracker:
@@ -270,7 +277,7 @@ class TrackerSink:
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._warn(f"failed and gets no more of this run, which continues ({_first_line(error)})")
                 return
             finally:
@@ -297,6 +304,6 @@ class TrackerSink:
         self._notices.put(Notice(kind="warning", text=f"{self._title} {text}."))
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,15 @@ from stormo.training.trained_model import read_weights
 _INNER = ("state_dict", "model", "model_state_dict")  # where training scripts put the weights among other things
 _PREFIXES = ("module.", "_orig_mod.")  # of DDP and torch.compile
 _MAX_NAMED = 3
+_LONGEST_NAME = 255  # bytes of a file's name
 
 
 def read_initial(source: str, runs_folder: str) -> dict[str, Tensor]:
     """The tensors of a safetensors file, of a state dict, or of the newest checkpoint of a run."""
     said, path = f"--init-from {source} was set", Path(source)
+    hint = "name a safetensors file, a state dict of torch, or the folder of a run"
+    if not source or max(len(os.fsencode(part)) for part in path.parts or ("",)) > _LONGEST_NAME:
+        raise SettingError(said, "there is no file or run of such a name", hint)
     for folder in (path, Path(runs_folder) / path):
         if (folder / MANIFEST).is_file():
             return read_weights(folder)[1]
@@ -32,16 +37,30 @@ def read_initial(source: str, runs_folder: str) -> dict[str, Tensor]:
             return read_weights(found[0].path)[1]
     if not path.is_file():
         what = "it has no checkpoint" if path.is_dir() else "there is no such file or run"
-        raise SettingError(said, what, "name a safetensors file, a state dict of torch, or the folder of a run")
+        raise SettingError(said, what, hint)
+    if path.suffix == ".safetensors":
+        try:
+            return safetensors.torch.load_file(path)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise SettingError(said, f"it cannot be read ({error})", hint) from error
+    return _tensors(said, _torch_load(said, path))
+
+
+def _torch_load(said: str, path: Path) -> Any:
     try:
-        is_safe = path.suffix == ".safetensors"
-        content: Any = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # on kinds of files that are refused below
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes that are no pickle end in an error of any kind
+        # Not torch's own text, which advises to run what is in the file.
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else "it is no file of torch with tensors and plain values alone"
+        )
         raise SettingError(
-            said, f"it cannot be read ({why})", "save tensors alone: torch.save(model.state_dict(), FILE)"
+            said, f"it cannot be read: {why}", "save it with torch.save(model.state_dict(), FILE)"
         ) from error
-    return _tensors(said, content)
 
 
 def _tensors(said: str, found: Any) -> dict[str, Tensor]:
@@ -49,11 +68,14 @@ def _tensors(said: str, found: Any) -> dict[str, Tensor]:
     for key in _INNER:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
-    tensors = {n: t for n, t in found.items() if isinstance(t, Tensor)} if isinstance(found, Mapping) else {}
+    pairs = found.items() if isinstance(found, Mapping) else ()
+    tensors = {n: t for n, t in pairs if isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided}
     if not tensors:
-        raise SettingError(said, "it holds no tensors by name", "save it with torch.save(model.state_dict(), FILE)")
+        raise SettingError(
+            said, "it holds no dense tensors by name", "save it with torch.save(model.state_dict(), FILE)"
+        )
     for prefix in _PREFIXES:
-        if all(str(name).startswith(prefix) for name in tensors):
+        if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
 
@@ -62,7 +84,7 @@ def load_initial(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
     """Give the model every tensor that it has by this name in this shape; say what was taken and what was not."""
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     shared = [name for name in own if name in weights]
-    taken = [name for name in shared if own[name].shape == weights[name].shape]
+    taken = [name for name in shared if _fits(weights[name], own[name])]
     if not taken:
         raise SettingError(
             f"--init-from {source} was set",
@@ -78,6 +100,10 @@ def load_initial(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
     }
     text = f"--init-from {source}: {len(taken)} of the model's {pluralize(len(own), 'tensor')} were taken"
     return text + "".join(f"; {len(some)} {what} ({_listed(some)})" for what, some in others.items() if some) + "."
+
+
+def _fits(given: Tensor, own: Tensor) -> bool:
+    return given.shape == own.shape and given.is_complex() == own.is_complex()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -211,3 +211,13 @@ def test_a_sparkline_averages_what_falls_into_one_sign() -> None:
     assert show.sparkline([5.0, 5.0, 5.0]) == "▄▄▄"
     assert show.sparkline([None, 1.0, 2.0]) == " ▁█"
     assert show.sparkline([]) == ""
+
+
+def test_without_a_name_the_newest_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SettingError, match="there is no run"):
+        show.main(["--runs-folder", str(tmp_path)])
+    make_run(tmp_path / "older", started(), at_unix_s=1.0)
+    make_run(tmp_path / "newer", started(), at_unix_s=2.0)
+    make_run(tmp_path / "oldest", started(), at_unix_s=0.5)
+    assert show.main(["--runs-folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("newer: ")

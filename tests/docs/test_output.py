@@ -11,6 +11,7 @@ import pytest
 
 from stormo import optim
 from stormo.cli import main
+from stormo.commands import new
 from stormo.commands.monitor import COLUMNS, make_parser
 from stormo.config.schema import OPTIMIZER_DEFAULTS
 from stormo.parallel.pipeline.schedules import Costs, pipeline_order, simulate
@@ -49,9 +50,19 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plan_of_the_readme_but_for_its_device(capsys: pytest.CaptureFixture[str]) -> None:
-    ((command, shown),) = re.findall(r"\$ stormo (train .*?) \| cat\n(.*?)\n\.\.\.\n", read(README), re.DOTALL)
+    ((command, shown),) = re.findall(
+        r"\$ stormo (train fashion-mnist .*?) \| cat\n(.*?)\n\.\.\.\n", read(README), re.DOTALL
+    )
     lines = [line for line in shown.splitlines() if not line.startswith(("workers", "precision"))]
     check_plan(README, "\n".join(lines), _plan(command.replace("\\\n", ""), capsys))
+
+
+def test_the_plan_of_the_first_screen_but_for_its_device(capsys: pytest.CaptureFixture[str]) -> None:
+    new.write_task("my_task.py", "classification")
+    first = read(README).partition("## ")[0]
+    assert len(first.splitlines()) <= 40
+    ((command, shown),) = re.findall(r"\$ stormo (train .*?) +#[^\n]*\n\.\.\.\n(.*?)\n\.\.\.\n", first, re.DOTALL)
+    check_plan(README, "\n".join(shown.splitlines()[1:]), _plan(command, capsys))
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,11 @@ def test_every_optimizer_takes_the_factor_of_the_first_pattern_that_fits(name: s
     ("factors", "said"),
     [
         ({"haed.*": 2.0}, "lr_factors of the task has 'haed.*', but no parameter of the model fits haed.*; set "),
+        (
+            {"head.*": float("inf")},
+            "lr_factors of the task has 'head.*': inf, but it multiplies a learning rate; set a",
+        ),
+        ({3: 2.0}, "lr_factors of the task has 3, but no parameter of the model fits 3; set something like"),
         ({"head.*": 0.0}, "lr_factors of the task has 'head.*': 0.0, but it multiplies a learning rate; set a number "),
     ],
 )

@@ -62,7 +62,7 @@ def charts(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_one_page_with_nothing_to_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = MadeRun(name=HOSTILE, notice=f"{HOSTILE} </script> @css@ \u2028 &amp;")
     folder = made.write(tmp_path)
-    assert command.main([HOSTILE, "--runs-folder", str(tmp_path)]) == 0
+    assert command.main(["--runs-folder", str(tmp_path)]) == 0  # the newest
     assert str(folder / "report.html") in capsys.readouterr().out
     page = Parts((folder / "report.html").read_text(encoding="utf-8"))
     # The page's own elements only: nothing of the run's texts has become one, and none leads out of the file.
@@ -237,6 +237,8 @@ def test_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     runs_folder = ["--runs-folder", str(tmp_path)]
     with pytest.raises(SettingError, match="did you mean made"):
         command.main(["mad", *runs_folder])
+    with pytest.raises(SettingError, match="there is no run"):
+        command.main(["--runs-folder", str(tmp_path / "none")])
     with pytest.raises(SettingError, match=r"--output .* cannot be written \(No such file"):
         command.main(["made", *runs_folder, "--output", str(tmp_path / "no" / "page.html")])
     with pytest.raises(SettingError, match="--output /dev/null was set, but it is not an ordinary file"):

@@ -59,14 +59,16 @@ def test_a_figure_and_an_image_in_tensorboard(tmp_path: Path) -> None:
     assert [(each.step, each.value) for each in found.Scalars("mine")] == [(2, 0.25)]
 
 
-@pytest.mark.parametrize("value", [PIXELS / 255, PIXELS[..., :2], "text", None, [1, 2], torch.zeros(2, 2)])
+@pytest.mark.parametrize(
+    "value", [PIXELS / 255, PIXELS[..., :2], "text", None, [1, 2], torch.zeros(2, 2), PIXELS[:0], 10**400]
+)
 def test_anything_else_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(SettingError, match="it takes a number, an image of uint8"):
         log_value(RunFolder(tmp_path), "a", value, 1)
     assert not (tmp_path / "media").exists()
 
 
-@pytest.mark.parametrize("name", ["", "../a", "a//b", "/a", "a/.b", "a\nb", "ä"])
+@pytest.mark.parametrize("name", ["", "../a", "a//b", "/a", "a/.b", "a\nb", "ä", "a/" + 201 * "b"])
 def test_names_that_some_tool_refuses(tmp_path: Path, name: str) -> None:
     with pytest.raises(SettingError, match="names are letters"):
         log_value(RunFolder(tmp_path), name, 1.0, 1)

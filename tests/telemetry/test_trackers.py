@@ -134,6 +134,25 @@ def test_a_sink_that_fails_costs_one_warning_a_start(trained: Trained) -> None:
     assert warnings == [sentence, sentence]
 
 
+def test_one_that_exits_costs_a_warning_too() -> None:
+    class Exits:
+        def start(self, run: Any) -> None:
+            sys.exit(7)
+
+        log = end = start
+
+    sink = trackers.TrackerSink("lab", Exits())  # type: ignore[arg-type]
+    sink.write(started())
+    sink.close()
+    (notice,) = sink.take_notices()
+    assert notice.text == "lab failed and gets no more of this run, which continues (SystemExit: 7)."
+
+
+def test_metrics_whose_names_mlflow_refuses_are_renamed() -> None:
+    names = ["validation/acc@1 (%)", "f1/a-b_c.d: e"]
+    assert [trackers.mlflow_name(name) for name in names] == ["validation/acc_1 ___", "f1/a-b_c.d: e"]
+
+
 def test_one_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import threading
 

@@ -87,10 +87,17 @@ class _Evil:
     ("content", "said"),
     [
         (None, "there is no such file or run"),
-        (b"no weights", "it cannot be read ("),
-        ({"weights": _Evil()}, "it cannot be read ("),
-        ({"epoch": 3}, "it holds no tensors by name"),
-        ([torch.zeros(2)], "it holds no tensors by name"),
+        (b"no weights", "it cannot be read: it is no file of torch"),
+        (b"hello world", "it cannot be read: it is no file of torch"),
+        (b"", "it cannot be read: it is no file of torch"),
+        (
+            {"weights": _Evil()},
+            "it cannot be read: it is no file of torch with tensors and plain values alone; save it",
+        ),
+        ({"epoch": 3}, "it holds no dense tensors by name"),
+        ({0: torch.zeros(2)}, "it holds no dense tensors by name"),
+        ({"0.bias": torch.zeros(4).to_sparse()}, "it holds no dense tensors by name"),
+        ([torch.zeros(2)], "it holds no dense tensors by name"),
     ],
 )
 def test_a_file_without_weights_is_refused_and_nothing_is_run(
@@ -105,6 +112,17 @@ def test_a_file_without_weights_is_refused_and_nothing_is_run(
         read_initial(str(file), "runs")
     assert str(refused.value).startswith(f"--init-from {file} was set, but {said}")
     assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300])
+def test_a_name_that_no_file_has_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="there is no file or run of such a name"):
+        read_initial(name, "runs")
+
+
+def test_complex_weights_do_not_lose_a_part(weights: dict[str, torch.Tensor]) -> None:
+    weights["2.bias"] = weights["2.bias"].to(torch.complex64)
+    assert "; 1 of another shape (2.bias)" in load_initial(_model(), weights, "F")
 
 
 class Started(Plain):
