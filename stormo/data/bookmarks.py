@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -46,14 +46,10 @@ class Bookmark:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Bookmark | None:
-        """What `to_json` gave; None for anything else, as in a damaged file."""
+        """The one of these fields; None for anything else, as in a damaged file."""
         known: dict[str, type[Any]] = {"position": int, "round": int, "state": dict, "digests": list}
         is_whole = values.keys() == known.keys() and all(isinstance(values[name], known[name]) for name in known)
         return cls(**values) if is_whole else None
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values, for `read`."""
-        return asdict(self)
 
 
 def is_stateful(data: Any) -> bool:

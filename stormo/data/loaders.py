@@ -12,7 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -252,7 +252,7 @@ class IterableLoader(Loader):
     def resume_from(self, bookmark: dict[str, Any] | None) -> None:
         """Continue from the bookmark of a checkpoint, if the same samples follow."""
         found = None if bookmark is None else Bookmark.read(bookmark)
-        self._bookmarks = [] if found is None else [found.to_json()]
+        self._bookmarks = [] if found is None else [asdict(found)]
 
     def samples(self, span: MicroBatch) -> Tensor:
         """The positions of the whole global batch in the stream, which stand for its samples."""

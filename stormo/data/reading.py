@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ class SeekableStream(PickleByValue, Dataset[Any]):
                     self._read(request)
         except SettingError as error:
             return ForwardedError.of(error)
-        mark = None if self._bookmark is None else self._bookmark.to_json()
+        mark = None if self._bookmark is None else asdict(self._bookmark)
         return [self._kept[row] for row in request.rows], mark, self._note
 
     def _read(self, request: StreamRequest) -> None:

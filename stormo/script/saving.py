@@ -43,11 +43,7 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
         own = {f"{r}/{n}": t for r, payload in enumerate(gathered) for n, t in safetensors.torch.load(payload).items()}
 
     # All workers gather shards, each in turn; what every worker has whole is rank 0's to collect.
-    gathered_groups = {
-        index: _group_tensors(_prefix(loop, group), group)
-        for index, group in enumerate(loop.groups)
-        if group.is_sharded
-    }
+    sharded = {group: _group_tensors(_prefix(loop, group), group) for group in loop.groups if group.is_sharded}
 
     def write() -> None:
         _require_newest(loop, folder)
@@ -59,10 +55,7 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
             "loaders": encode({n: loader.state() for n, loader in loop.loaders.items()}, plain, "loaders"),
             "extra": encode(extra, plain, "extra"),
         }
-        tensors = [
-            gathered_groups.get(index) or _group_tensors(_prefix(loop, group), group)
-            for index, group in enumerate(loop.groups)
-        ]
+        tensors = [sharded.get(group) or _group_tensors(_prefix(loop, group), group) for group in loop.groups]
         snapshot = Snapshot(
             model={name: tensor for model, _ in tensors for name, tensor in model.items()},
             optimizer={name: tensor for _, optimizer in tensors for name, tensor in optimizer.items()},

@@ -20,7 +20,8 @@ _PNG_COLOURS = {1: 0, 3: 2, 4: 6}  # channels → colour type: grey, RGB, RGBA
 
 def log_value(folder: RunFolder, name: Any, value: Any, step: int) -> ValueLogged:
     """The record of a number, an image (uint8, HWC or CHW) or a matplotlib figure, whose picture is then stored."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or max(map(len, name.split("/"))) > _LONGEST_PART:
+    is_name = isinstance(name, str) and _NAME.fullmatch(name)
+    if not is_name or max(map(len, name.split("/"))) > _LONGEST_PART:
         raise SettingError(
             f"log({name!r}) was called",
             f"names are letters, digits and _-. in parts of at most {_LONGEST_PART} characters that / separates",

@@ -192,16 +192,10 @@ class RunContext:
         strategy, progress = self.state.strategy, self.state.progress
         if getattr(type(strategy.task), name) is getattr(Task, name):
             return
-        model = strategy.validated
+        model, epoch = strategy.validated, progress.epoch if epoch is None else epoch
         was_training = model.training
-        found = Context(
-            epoch=progress.epoch if epoch is None else epoch,
-            step=progress.step,
-            metrics=metrics or {},
-            model=model,
-            log=self._log,
-        )
-        getattr(strategy.task, name)(found)
+        context = Context(epoch=epoch, step=progress.step, metrics=metrics or {}, model=model, log=self._log)
+        getattr(strategy.task, name)(context)
         if model.training != was_training:
             model.train(was_training)
 

@@ -85,7 +85,7 @@ def test_after_a_validation_the_model_still_has_the_averaged_weights() -> None:
 
 def test_what_is_logged_has_a_name() -> None:
     run = prepare(task_class=Watched)
-    with pytest.raises(SettingError, match=r"^log\(3, …\) was called, but a figure has a name; write log\(name, "):
+    with pytest.raises(SettingError, match=r"^log\(3\) was called, but names are letters, "):
         run.training._log(3, 1.0)  # type: ignore[arg-type]
 
 

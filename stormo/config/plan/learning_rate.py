@@ -101,6 +101,5 @@ def _values(config: TrainConfig) -> str:
 def _more(config: TrainConfig) -> str:
     norm, ema = config.optimizer.clip_norm, config.optimizer.ema
     text = "" if norm is None else f"; gradient clipped to a norm of {norm:g}"
-    return text + (
-        "" if ema is None else f"; a moving average of the weights, decay {ema:g}, is validated and exported"
-    )
+    average = f"; a moving average of the weights, decay {ema or 0:g}, is validated and exported"
+    return text if ema is None else text + average
