@@ -39,6 +39,7 @@ CACHE = Path(".pytest_cache")
 
 def main(arguments: list[str]) -> int:
     """Run everything; the exit code is that of the first part that fails again when it is alone."""
+    forked.take_interrupts()  # before the servers of forked programs are started
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all modules
     others = [f"--ignore={path}" for paths in GROUPS for path in paths]
     bin_folder = Path(sys.executable).parent

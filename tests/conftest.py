@@ -17,9 +17,8 @@ import pytest
 from tests import forked
 from tests.ranks import Pool
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs so, and every program under test would inherit it and ignore Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+forked.take_interrupts()
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 MOST_S = 300.0  # for a test, and for what it needs: one that waits for ever fails by name, and the others go on
@@ -83,15 +82,19 @@ def _process_as_before() -> Iterator[None]:
 
     A run inside this process ends with stop signals ignored, and double precision is a default of torch's.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     path = list(sys.path)  # a task's file puts its folder there
+    _restore_handlers()  # after the run of a module's fixture
     yield
     sys.path[:] = path
-    for number, handler in handlers.items():
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+    _restore_handlers()
     if "torch" in sys.modules:
         sys.modules["torch"].set_default_dtype(sys.modules["torch"].float32)
+
+
+def _restore_handlers() -> None:
+    for number, handler in HANDLERS.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 def pytest_collection_finish() -> None:

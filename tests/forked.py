@@ -44,6 +44,12 @@ _executed: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _PARAMETERS = list(inspect.signature(_executed).parameters)[2:]  # after the words
 
 
+def take_interrupts() -> None:
+    """A shell starts background jobs with Ctrl-C ignored, and every program under test would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def fork(function: Callable[..., None], arguments: tuple[Any, ...], *, is_daemon: bool = False) -> Any:
     """A process that calls a function of a module; the server is started with the first one."""
     context = multiprocessing.get_context("forkserver")
