@@ -164,7 +164,7 @@ def optimizer_notice(
     declared = settings.optimizer.base_batch_size
     batch = "one worker's batch" if declared is None else f"a batch of {declared}"
     text = (
-        f"The task's own {name} is used, not --optimizer: its learning rate{'s' * several} {_listed(optimizer)} "
+        f"The run uses the task's own {name}, not --optimizer: its learning rate{'s' * several} {_listed(optimizer)} "
         f"{'are' if several else 'is'} for {batch}, × {learning_rate / settings.optimizer.base_lr:g} for "
         "the global batch; warm-up and decay are those of the plan."
     )

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from stormo.parallel.parameter_shards import ParameterShard
 
-EMA = "|ema"  # ends the names of averages in a checkpoint, beside the state of the optimizer
+EMA = "|stormo_ema"  # ends the names of averages in a checkpoint, beside the state of the optimizer
 
 
 class WeightAverage:

@@ -181,7 +181,7 @@ _TITLES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
 
 def asked_trackers(run: Run) -> list[str]:
     """The names of the tools that the settings ask for."""
-    given = [name.strip() for name in (run.sinks or "").split(",") if name.strip()]
+    given = [] if run.sinks is None else [name.strip() for name in run.sinks.split(",")]  # an empty one is unknown
     return [*(["mlflow"] if run.mlflow else []), *(["wandb"] if run.wandb else []), *given]
 
 

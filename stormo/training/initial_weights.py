@@ -88,7 +88,7 @@ def load_initial(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
     if not taken:
         raise SettingError(
             f"--init-from {source} was set",
-            f"none of its {pluralize(len(weights), 'tensor')} ({_listed(list(weights))}) fits the model "
+            f"it holds {pluralize(len(weights), 'tensor')} ({_listed(list(weights))}), of which none fits the model "
             f"({_listed(list(own))})",
             "name the weights of such a model, or leave it out",
         )
