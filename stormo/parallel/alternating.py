@@ -36,7 +36,7 @@ class Alternating(Strategy):
     _turn: str  # the optimizer whose turn it is; between the turns the first
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
-        _check(settings)
+        check(settings)
         self._held: list[Batch] = []  # the micro-batches of the step, for the second optimizer and later ones
         self._is_warming_up = False
         super().__init__(world, plan, task, settings)
@@ -144,7 +144,7 @@ class Alternating(Strategy):
         self._note_no_graph(REASON)
 
 
-def _check(settings: schema.TrainConfig) -> None:
+def check(settings: schema.TrainConfig) -> None:
     """Refuse settings of a gradient that is one for the whole model."""
     optimizer, workers, batch = settings.optimizer, settings.workers, settings.batch
     if settings.speed.compile:

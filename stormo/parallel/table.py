@@ -10,6 +10,7 @@ from stormo.parallel.base import Strategy
 from stormo.parallel.ddp import DataParallel, Ddp
 from stormo.parallel.local import Local
 from stormo.parallel.server import Server
+from stormo.tasks.check import has_several_optimizers
 from stormo.tasks.task import Task
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -23,7 +24,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 def strategy_class(layout: Layout, task: Task | None = None) -> type[Strategy]:
     """What spreads the model of a task over these workers."""
-    if task is not None and type(task).optimizers is not Task.optimizers:
+    if task is not None and has_several_optimizers(type(task)):
         if layout.strategy not in ALTERNATING:
             raise SettingError(
                 f"strategy {layout.strategy} was set",

@@ -28,6 +28,7 @@ from stormo.parallel.tensor.split import KINDS
 from stormo.parallel.units import units_of
 from stormo.predict.fake_tensors import OTHER, FakeModel, MemoryTrace, storage_key
 from stormo.predict.forecast import ModelSize, ParameterSize
+from stormo.tasks.check import has_several_optimizers
 from stormo.tasks.task import Task
 
 _SIDES = (7, 11, 13, 17, 19, 23, 29, 31)  # of small parameters, all different: a length names its side
@@ -39,7 +40,7 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
     Parameters that the task's optimizer leaves out are frozen in `fake_model`.
     """
     twin, fake = fake_model.model(), fake_model.fake
-    if type(task).optimizers is not Task.optimizers:
+    if has_several_optimizers(type(task)):
         raise SettingError(
             f"{type(task).__name__} has several optimizers", "predict counts one step", "try it on a GPU instead"
         )

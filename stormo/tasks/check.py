@@ -80,23 +80,24 @@ def check_task(task_class: type[Task]) -> None:
         )
 
 
-def _has_several(task_class: type[Task]) -> bool:
+def has_several_optimizers(task_class: type[Task]) -> bool:
+    """Whether it defines `optimizers`."""
     return task_class.optimizers is not Task.optimizers
 
 
 def _check_several(task_class: type[Task]) -> None:
     """Refuse a task with several optimizers that has one too, or whose validation would have to choose a loss."""
     said = f"class {task_class.__name__} has optimizers()"
-    if _has_several(task_class) and task_class.optimizer is not Task.optimizer:
+    if has_several_optimizers(task_class) and task_class.optimizer is not Task.optimizer:
         raise SettingError(said, "it has optimizer() as well", "leave out one of them")
-    if _has_several(task_class) and task_class.metrics is Task.metrics:
+    if has_several_optimizers(task_class) and task_class.metrics is Task.metrics:
         raise SettingError(
             said, "it has no metrics(), and there is no one loss to validate", f"write {_definition('metrics')}"
         )
 
 
 def _called_with(task_class: type[Task], method: str) -> tuple[str, ...]:
-    is_in_turn = method == "loss" and _has_several(task_class)
+    is_in_turn = method == "loss" and has_several_optimizers(task_class)
     return (*_CALLED_WITH[method], "optimizer") if is_in_turn else _CALLED_WITH[method]
 
 

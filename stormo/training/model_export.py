@@ -22,6 +22,7 @@ from stormo.data.reading import is_stream
 from stormo.errors import MissingPackageError, SettingError, StormoError
 from stormo.parallel.pipeline.loss_capture import model_inputs
 from stormo.parallel.pytree import tree_map_only, tree_tensors
+from stormo.tasks.check import has_several_optimizers
 from stormo.tasks.task import Task
 from stormo.training.sanity_check import explain_errors
 from stormo.training.trainer import make_batch
@@ -73,7 +74,7 @@ def export_model(task: Task, model: nn.Module, kind: str, file: Path) -> Exporte
 
 def _model_args(task: Task, model: nn.Module, number: int) -> tuple[int, _Args]:
     """How many of the first validation samples there are, up to a number, and what the loss gives to the model."""
-    if type(task).optimizers is not Task.optimizers:
+    if has_several_optimizers(type(task)):
         raise SettingError(
             f"{type(task).__name__} has several optimizers",
             "its losses do not show how the model is to be called",

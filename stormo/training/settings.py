@@ -16,7 +16,7 @@ from stormo.config.schema import Change, ResolvedBatch, TrainConfig
 from stormo.launch import RankInfo
 from stormo.launch.nodes import launched_by
 from stormo.system.hardware import visible_gpus
-from stormo.tasks.check import check_init, check_options
+from stormo.tasks.check import check_init, check_options, has_several_optimizers
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 from stormo.telemetry import trackers
@@ -112,6 +112,11 @@ def checked(config: TrainConfig, task_class: type[Task], rank_info: RankInfo | N
     check_settings(config, layout)
     task = task_class(config.task_options)
     check_init(task)
+    if has_several_optimizers(task_class):
+        from stormo.parallel import alternating, table  # which import torch
+
+        table.strategy_class(layout, task)
+        alternating.check(config)
     staging.check(config.command, task)
     trackers.check(trackers.asked_trackers(config.run))
     if config.run.prometheus is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.strategy_tasks import Gan
+from stormo.cli import main
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
@@ -160,3 +161,9 @@ def test_a_gpu_steps_as_a_cpu() -> None:
     for name, value in trained[1].items():
         if name.endswith(("weight", "bias", "ema", "exp_avg")):
             np.testing.assert_allclose(trained[0][name], value, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("flags", [["--strategy", "fsdp", "--num-gpus", "2"], ["--compile"]])
+def test_a_dry_run_refuses_what_training_would(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "examples/gan.py", "--device", "cpu", "--dry-run", *flags]) == 2
+    assert "several optimizers" in capsys.readouterr().err

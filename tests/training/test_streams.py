@@ -211,8 +211,8 @@ def test_an_own_optimizer_keeps_the_ratio_of_its_rates(run_ranks: Ranks) -> None
         assert seen == [[0.004, pytest.approx(0.001)], [0.0, 0.0]]
         assert factor == pytest.approx(0.4)  # the first group's 0.004 for a --base-lr of 0.01
         assert warnings == [
-            "The run uses the task's own Adam, not --optimizer: its learning rates 0.004, 0.001 are for one worker's batch, "
-            "× 1 for the global batch; warm-up and decay are those of the plan. --momentum has no effect."
+            "The run uses the task's own Adam, not --optimizer: its learning rates 0.004, 0.001 are for one worker's "
+            "batch, × 1 for the global batch; warm-up and decay are those of the plan. --momentum has no effect."
         ]
         for name, value in weights.items():
             np.testing.assert_allclose(value, alone_run[3][name], rtol=1e-9, atol=1e-9)
