@@ -277,7 +277,8 @@ class Trainer:
         self._closing.callback(loader.close)
         plan = self.plan
         if strategy.has_own_optimizer:
-            plan = with_task_optimizer(config, plan, optimizer_name(strategy.optimizer))
+            reason = None if strategy.noise_scale is not None else strategy.noise_scale_reason
+            plan = with_task_optimizer(config, plan, optimizer_name(strategy.optimizer), no_noise_scale=reason)
         if config.batch.batch_size == "auto":
             with explain():
                 plan = find_micro_batch_size(config, plan, strategy, loader)

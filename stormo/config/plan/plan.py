@@ -265,14 +265,22 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     )
 
 
-def with_task_optimizer(config: TrainConfig, plan: Plan, name: str | None = None) -> Plan:
-    """The plan of a task with an optimizer; `name` is that of its class once it has been made."""
+def with_task_optimizer(
+    config: TrainConfig, plan: Plan, name: str | None = None, *, no_noise_scale: str | None = None
+) -> Plan:
+    """The plan of a task with an optimizer; `name` is that of its class once it has been made.
+
+    `no_noise_scale` says why the noise scale is not measured with it, if it is not.
+    """
     base = config.optimizer.base_lr
     rate = task_learning_rate_text(config, plan.learning_rate, is_made=name is not None)
     rate += schedule_text(config, plan.warmup_start / base, plan.learning_rate / base, plan.warmup_steps, sign="× ")
     lines = dict(plan.explanation) | {"optimizer": task_optimizer_text(config, name), "learning rate": rate}
+    if no_noise_scale is not None:
+        lines["noise scale"] = f"off: {no_noise_scale}"
     begun = replace(plan.initial, own_rate_factor=plan.initial.learning_rate / base)
-    return replace(plan, explanation=tuple(lines.items()), initial=begun)
+    is_measured = plan.noise_scale and no_noise_scale is None
+    return replace(plan, explanation=tuple(lines.items()), initial=begun, noise_scale=is_measured)
 
 
 def with_micro_batches(
