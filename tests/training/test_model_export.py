@@ -169,13 +169,17 @@ def test_a_loss_that_calls_no_model_is_refused(tmp_path: Path) -> None:
         export_model(task, task.model(), "torch-export", tmp_path / "model.pt2")
 
 
-def test_the_command_writes_a_program_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def _demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of the tiny task, in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the folder of the task is put first
     words = ["--device", "cpu", "--epochs", "1", "--run-name", "demo", "--no-tensorboard", "--no-energy"]
     assert programs.run(["-m", "stormo", "train", TASK, *words], tmp_path).returncode == 0
+
+
+@pytest.mark.usefixtures("_demo")
+def test_the_command_writes_a_program_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "demo", "--format", "torch-export", "--task.num-validation", "5"]) == 0
     said = capsys.readouterr().out
     assert "demo-step-00000032.pt2  (" in said
@@ -188,12 +192,7 @@ def test_the_command_writes_a_program_of_a_run(
 
 
 @pytest.mark.skipif(HAS_ONNX, reason="the packages are installed")
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the folder of the task is put first
-    words = ["--device", "cpu", "--epochs", "1", "--run-name", "demo", "--no-tensorboard", "--no-energy"]
-    assert programs.run(["-m", "stormo", "train", TASK, *words], tmp_path).returncode == 0
+@pytest.mark.usefixtures("_demo")
+def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "demo", "--format", "onnx"]) == EXIT_USAGE
     assert "pip install 'stormo[onnx]'" in capsys.readouterr().err
