@@ -292,6 +292,12 @@ def test_a_warm_up_that_would_start_from_the_full_rate_is_said_to_be_none(flags:
     assert "; no warm-up" in said(plan, "learning rate")
 
 
+@pytest.mark.parametrize(("epochs", "is_whole"), [(4, True), (5, True), (6, False)])
+def test_a_warm_up_that_takes_the_whole_training_is_said_so(epochs: int, is_whole: bool) -> None:
+    text = said(plan_of(num_gpus=4, epochs=epochs), "learning rate")
+    assert ("the whole training (--warmup-epochs sets less)" in text) == is_whole
+
+
 def test_a_fixed_global_batch_has_one_schedule_on_any_number_of_workers() -> None:
     plans = [plan_of(num_gpus=size, global_batch_size=64) for size in (1, 2, 8)]
     assert len({(plan.learning_rate, plan.warmup_start, plan.warmup_steps, plan.total_steps) for plan in plans}) == 1

@@ -62,6 +62,8 @@ def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmu
     elif warmup_steps:
         epochs = pluralize(f"{optimizer.warmup_epochs:g}", "epoch")
         text += f"; warm-up from {sign}{start:g} over {epochs} = {pluralize(warmup_steps, 'step')}"
+        if optimizer.warmup_epochs >= config.stop.epochs:
+            text += ", the whole training (--warmup-epochs sets less)"
     share = optimizer.decay_share or DECAY_SHARES.get(optimizer.decay, 0.0)
     stable = f"; then constant to epoch {config.stop.epochs * (1 - share):g}, and "
     decays = {

@@ -22,7 +22,7 @@ class Classification(stormo.Task):
     """Made-up points around four centres."""
 
     name = "classification"
-    defaults: ClassVar = {"optimizer": "adamw", "base_lr": 0.01, "epochs": 5}  # flags win over them
+    defaults: ClassVar = {"optimizer": "adamw", "base_lr": 0.01, "epochs": 5, "warmup_epochs": 1}  # flags win over them
 
     @dataclass(frozen=True, kw_only=True)
     class Options:

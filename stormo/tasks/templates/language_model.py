@@ -39,7 +39,7 @@ class LanguageModel(stormo.Task):
     """Made-up sentences, byte by byte."""
 
     name = "my-language-model"
-    defaults: ClassVar = {"optimizer": "adamw", "base_lr": 0.01, "epochs": 4}  # flags win over them
+    defaults: ClassVar = {"optimizer": "adamw", "base_lr": 0.01, "epochs": 4, "warmup_epochs": 1}  # flags win over them
 
     @dataclass(frozen=True, kw_only=True)
     class Options:

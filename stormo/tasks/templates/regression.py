@@ -22,7 +22,7 @@ class Regression(stormo.Task):
     """A made-up curve with noise on it."""
 
     name = "regression"
-    defaults: ClassVar = {"optimizer": "adamw", "base_lr": 0.01, "epochs": 5}  # flags win over them
+    defaults: ClassVar = {"optimizer": "adamw", "base_lr": 0.01, "epochs": 5, "warmup_epochs": 1}  # flags win over them
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
