@@ -114,7 +114,9 @@ class Day:
             Step("train on two workers", self._train, is_vital=True),
             Step("list the runs", self._runs),
             Step("TensorBoard", self._tensorboard, needs=("tensorboard",)),
-            Step("MLflow", lambda: self._tracker("mlflow"), needs=("mlflow",)),
+            Step(
+                "MLflow", lambda: self._tracker("mlflow"), needs=("mlflow", "sqlalchemy")
+            ),  # mlflow-skinny has no store
             Step("Weights & Biases", lambda: self._tracker("wandb"), needs=("wandb",)),
             Step("plot", self._plot, needs=("matplotlib",)),
             Step("report", self._report, needs=("plotly",)),
