@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -292,7 +293,8 @@ def check_libraries(machine: Machine, packages: Callable[[], Packages] = install
             text = " and ".join(f"{version} in {folder}" for version, folder in installed[name])
             fix = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
             yield Finding(f"two-{name}", "warning", f"{name} is installed twice: {text}", fix)
-    if not any(machine.program(name) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
+    programs = machine.environ.get("PATH", os.defpath)
+    if not any(shutil.which(name, path=programs) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
         text = "no C compiler: --compile and fused kernels cannot be built"
         yield Finding("compiler", "note", text, "install gcc, or load a module that has it")
     machine.progress("the import of torch")
