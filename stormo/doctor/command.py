@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from stormo.config.options import Parser, make_config, options_of
 from stormo.config.schema import CALL_ONLY, NodeRange, Run, TrainConfig, Workers
 from stormo.doctor import slices
 from stormo.doctor.check_runner import CHECKS, run_checks
-from stormo.doctor.finding import Finding, as_json, exit_code, show
+from stormo.doctor.finding import Finding, as_json, exit_code, grouped, show
 from stormo.doctor.measure import require_rendezvous
 from stormo.doctor.preflight import Limits, Preflight, PreflightError, PreflightStoppedError, end_process, watchdog
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError, pluralize, unknown_name
@@ -150,25 +150,17 @@ def _print(findings: Sequence[Finding], title: str, *, as_document: bool) -> Non
     sys.stdout.flush()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _JobOptions:
-    config: TrainConfig
-    json: bool
-    limit_s: float
-    runs_folder: str
-
-
 def check_job(arguments: list[str]) -> int:
     """Start the workers of a job, or be one of them, and measure."""
-    options = _parse_job(arguments)
-    rank_info = find_rank_info(options.config)
-    take_slice(rank_info, options.config.workers.device)
-    if hosts := hosts_of(options.config):
-        return start_on_hosts(options.config, hosts, "doctor", arguments)
-    layout = resolve_layout(options.config, gpus_within(options.limit_s), launched_by(rank_info))
+    config, is_json = _parse_job(arguments)
+    rank_info = find_rank_info(config)
+    take_slice(rank_info, config.workers.device)
+    if hosts := hosts_of(config):
+        return start_on_hosts(config, hosts, "doctor", arguments)
+    layout = resolve_layout(config, gpus_within(config.workers.timeout), launched_by(rank_info))
     if rank_info is None and layout.world_size > 1:
-        return _start_workers(arguments, options, layout)
-    return _work(options, layout, rank_info or alone())
+        return _start_workers(arguments, config, layout)
+    return _work(config, layout, rank_info or alone(), as_document=is_json)
 
 
 def gpus_within(limit_s: float) -> list[Gpu]:
@@ -188,7 +180,8 @@ def gpus_within(limit_s: float) -> list[Gpu]:
         timer.cancel()
 
 
-def _parse_job(arguments: Sequence[str]) -> _JobOptions:
+def _parse_job(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
+    """The settings of the job, whose timeout is `--limit-s`, and whether to print JSON."""
     parser = Parser(
         prog="stormo doctor",
         description="Measure all workers of a job and the links between them. Start it as you would start a training: "
@@ -222,40 +215,40 @@ def _parse_job(arguments: Sequence[str]) -> _JobOptions:
     limit_s = timeout.convert(parsed.limit_s, "--limit-s")
     at_least("--limit-s", limit_s, _LEAST_LIMIT_S)
     check_timeout("--limit-s", limit_s)
-    config = make_config({**settings, "timeout": limit_s}, None)
-    return _JobOptions(config=config, json=parsed.json, limit_s=limit_s, runs_folder=parsed.runs_folder)
+    return make_config({**settings, "timeout": limit_s, "runs_folder": parsed.runs_folder}, None), parsed.json
 
 
-def _start_workers(arguments: list[str], options: _JobOptions, layout: Layout) -> int:
+def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
     """Become the agent of this node; the workers run the same command, with their ranks in the environment."""
     command = [*stormo_command("doctor"), *arguments]
     # A file in memory, which is gone when this process ends.
     with os.fdopen(os.memfd_create("stormo-doctor"), "rb") as code_file:
         environ = {**os.environ, _CODE_FILE: f"/proc/{os.getpid()}/fd/{code_file.fileno()}"}
-        node = node_of(options.config, layout)
-        timeouts = AgentTimeouts(interrupted_s=_INTERRUPTED_S)
-        same = equal_settings({"--limit-s": f"{options.limit_s:g}"}, layout)
-        code = run_node(command, node, timeout_s=options.limit_s, environ=environ, timeouts=timeouts, **same)
+        timeouts, limit_s = AgentTimeouts(interrupted_s=_INTERRUPTED_S), config.workers.timeout
+        same = equal_settings({"--limit-s": f"{limit_s:g}"}, layout)
+        node = node_of(config, layout)
+        code = run_node(command, node, timeout_s=limit_s, environ=environ, timeouts=timeouts, **same)
         return code or int(code_file.read() or b"0")
 
 
-def _work(options: _JobOptions, layout: Layout, rank_info: RankInfo) -> int:
+def _work(config: TrainConfig, layout: Layout, rank_info: RankInfo, *, as_document: bool) -> int:
     """Be a worker; report any failure to the others before this process ends."""
+    limit_s = config.workers.timeout
     reporter = open_failure_reporter(rank_info) if rank_info.launcher in ("local", "alone") else None
     code_file = os.environ.pop(_CODE_FILE, None)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
-    if options.json:
+    if as_document:
         os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")  # NCCL would write into the document
     try:
         from stormo.distributed.store import Store, address_book_of
 
         require_rendezvous(rank_info)
         if reporter is None:
-            same = equal_settings({"--limit-s": f"{options.limit_s:g}"}, layout)
-            address_book = address_book_of(rank_info, options.limit_s)
-            reporter = open_failure_reporter(rank_info, address_book=address_book, timeout_s=options.limit_s, **same)
-        store = Store(rank_info, options.limit_s, reporter.store_address) if rank_info.world_size > 1 else None
-        code = _measure_job(options, layout, rank_info, store, reporter)
+            same = equal_settings({"--limit-s": f"{limit_s:g}"}, layout)
+            address_book = address_book_of(rank_info, limit_s)
+            reporter = open_failure_reporter(rank_info, address_book=address_book, timeout_s=limit_s, **same)
+        store = Store(rank_info, limit_s, reporter.store_address) if rank_info.world_size > 1 else None
+        code = _measure_job(config, layout, rank_info, store, reporter, as_document=as_document)
     except Exception as error:
         if reporter is None or not reporter.shows_failures:
             raise
@@ -272,7 +265,13 @@ def _work(options: _JobOptions, layout: Layout, rank_info: RankInfo) -> int:
 
 
 def _measure_job(
-    options: _JobOptions, layout: Layout, rank_info: RankInfo, store: Any, reporter: FailureReporter
+    config: TrainConfig,
+    layout: Layout,
+    rank_info: RankInfo,
+    store: Any,
+    reporter: FailureReporter,
+    *,
+    as_document: bool,
 ) -> int:
     """Run all phases; print the findings on rank 0, and return the exit code on all ranks."""
     from stormo.distributed.devices import device_of, share_cores
@@ -281,19 +280,19 @@ def _measure_job(
     def print_findings(findings: Sequence[Finding]) -> None:
         nodes = preflight.names.nodes(preflight.names.leaders) or "no node"
         shape = f"{pluralize(layout.world_size, 'worker')} on {pluralize(layout.num_nodes, 'node')}"
-        _print(findings, f"stormo {__version__}: {shape}, {layout.backend}; {nodes}", as_document=options.json)
+        _print(findings, f"stormo {__version__}: {shape}, {layout.backend}; {nodes}", as_document=as_document)
 
     def on_hang(error: PreflightError) -> None:
         print_findings(error.findings)
         end_process(error, reporter)
 
-    limit_s = options.limit_s
+    limit_s = config.workers.timeout
     preflight = Preflight(
         rank_info,
         store,
         backend=layout.backend,
         limits=Limits(arrival_s=limit_s, one_measurement_s=0.4, all_rounds_s=15.0, whole_s=limit_s),
-        runs_folder=Path(options.runs_folder),
+        runs_folder=Path(config.run.runs_folder),
         needs_shared_folder=False,
         on_hang=on_hang,
     )
@@ -330,9 +329,7 @@ def _check_node(rank_info: RankInfo) -> list[dict[str, Any]]:
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
     """The same finding on several nodes as one."""
-    groups: dict[tuple[str, str, str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.check, finding.level, finding.text, finding.fix), []).append(finding)
+    groups = grouped(findings, lambda finding: (finding.check, finding.level, finding.text, finding.fix))
     return [
         replace(same[0], where=same[0].where if len(same) == 1 else f"{same[0].where} and {len(same) - 1} more")
         for same in groups.values()

@@ -8,15 +8,17 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, TextIO, TypeVar, get_args
 
 from stormo.errors import EXIT_FAILURE, StormoError, pluralize
 from stormo.telemetry.text import write_text
 
 Level = Literal["ok", "note", "warning", "error"]
 Fact = float | int | str | bool | None
+_T = TypeVar("_T")
+_K = TypeVar("_K", bound=Hashable)
 
 _LEVELS: tuple[Level, ...] = get_args(Level)
 _COLOURS: dict[Level, str] = {"ok": "32", "note": "36", "warning": "33", "error": "1;31"}
@@ -66,26 +68,25 @@ def show(findings: Sequence[Finding], stream: TextIO) -> None:
     write_text("".join(f"{line}\n" for line in lines), stream, is_coloured=True)
 
 
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """The items by their key, in order."""
+    groups: dict[_K, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def _as_dict(finding: Finding) -> dict[str, Any]:
+    texts = {key: getattr(finding, key) for key in ("group", "check", "level", "where", "text", "fix")}
     facts = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in finding.facts.items()
     }
-    return {
-        "group": finding.group,
-        "check": finding.check,
-        "level": finding.level,
-        "where": finding.where,
-        "text": finding.text,
-        "fix": finding.fix,
-        "facts": facts,
-    }
+    return {**texts, "facts": facts}
 
 
 def _listing(findings: Sequence[Finding], width: int, paint: _Paint) -> list[str]:
-    groups: dict[str, list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault(finding.group or finding.where, []).append(finding)
+    groups = grouped(findings, lambda finding: finding.group or finding.where)
     check_width = max((len(finding.check) for finding in findings), default=0)
     indent = 2 + len("warning") + 2 + check_width + 2
     lines: list[str] = []

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -26,7 +27,6 @@ from stormo.telemetry.text import format_bytes
 
 _UNCORRECTED, _SINCE_LOAD = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
 _SLOWDOWN = 1  # NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-_PROHIBITED = 2  # NVML_COMPUTEMODE_PROHIBITED
 _NO_PERMISSION = 4  # NVML_ERROR_NO_PERMISSION
 _MAX_NVLINKS = 36  # NVML_NVLINK_MAX_LINKS
 _HARDWARE_THROTTLE = tuple(THROTTLE_REASONS[bit] for bit in (0x008, 0x020, 0x040, 0x080))
@@ -50,7 +50,10 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         yield _without_nvml(machine, str(error))
         return
     try:
-        version, cuda = _driver_versions(library)
+        version = _query(library, "nvmlSystemGetDriverVersion")
+        newest = _query(library, "nvmlSystemGetCudaDriverVersion_v2")
+        version = version.decode() if isinstance(version, bytes) else version
+        cuda = None if newest is None else f"{newest // 1000}.{newest % 1000 // 10}"
         text = f"NVIDIA driver {version or 'of unknown version'}, supports CUDA up to {cuda or 'n/a'}"
         yield Finding("gpu-driver", "ok", text, facts={"driver": version, "cuda_of_driver": cuda})
         yield _models(nvml)
@@ -156,7 +159,7 @@ def _check_gpu(library: Any, device: Device) -> Iterator[Finding]:
     def query(function: str, *arguments: int) -> Any:
         return _query(library, function, handle, *arguments)
 
-    checks = (_memory_errors, _throttling, _memory_in_use, _modes, _links)
+    checks = (_memory_errors, _throttling, _memory_in_use, _slices, _links)
     found = [finding for check in checks for finding in check(query, device)]
     temperature = device.temperature_c()
     if not any(finding.level in ("warning", "error") for finding in found):
@@ -201,38 +204,32 @@ def _throttling(query: Query, device: Device) -> Iterable[Finding]:
         yield Finding("gpu-throttle", "warning", text, "look at the node's cooling")
     elif reasons:
         yield Finding("gpu-throttle", "note", f"throttled now: {', '.join(reasons)}")
-    limit_mw, default_mw = query("nvmlDeviceGetEnforcedPowerLimit"), query("nvmlDeviceGetPowerManagementDefaultLimit")
-    if limit_mw and default_mw and limit_mw < default_mw:
-        text = f"may draw {limit_mw / 1000:.0f} W of its usual {default_mw / 1000:.0f} W: slower, with less energy"
-        facts = {"power_limit_w": limit_mw / 1000, "usual_power_limit_w": default_mw / 1000}
-        yield Finding("gpu-power", "note", text, facts=facts)
+    limit_w, usual_w = device.power_limit_w(), (query("nvmlDeviceGetPowerManagementDefaultLimit") or 0) / 1000
+    if limit_w and limit_w < usual_w:
+        text = f"may draw {limit_w:.0f} W of its usual {usual_w:.0f} W: slower, with less energy"
+        yield Finding("gpu-power", "note", text, facts={"power_limit_w": limit_w, "usual_power_limit_w": usual_w})
 
 
-def _memory_in_use(query: Query, device: Device) -> Iterable[Finding]:
+def _memory_in_use(_: Query, device: Device) -> Iterable[Finding]:
     used, total = device.memory_used_bytes(), device.memory_total_bytes()
-    pids = [process.pid for process in query("nvmlDeviceGetComputeRunningProcesses") or ()]
-    pids = [pid for pid in pids if pid != os.getpid()]
-    if used is None or total is None or (used < _IN_USE_BYTES and not pids):
+    pids = [pid for pid in device.pids() if pid != os.getpid()]
+    if used is None or total is None:
         return
     who = f"by {pluralize(len(pids), 'process')} (pid {', '.join(map(str, pids[:4]))})" if pids else ""
-    if used < _IN_USE_BYTES:
+    if used >= _IN_USE_BYTES:
+        yield Finding(
+            "gpu-in-use",
+            "warning",
+            f"{format_bytes(used)} of {format_bytes(total)} in use {who}".rstrip(),
+            "choose another GPU with CUDA_VISIBLE_DEVICES, or end what runs there: two jobs slow each other",
+            facts={"memory_used_bytes": used, "memory_total_bytes": total, "num_processes": len(pids)},
+        )
+    elif pids:
         yield Finding("gpu-in-use", "note", f"used {who}")
-        return
-    yield Finding(
-        "gpu-in-use",
-        "warning",
-        f"{format_bytes(used)} of {format_bytes(total)} in use {who}".rstrip(),
-        "choose another GPU with CUDA_VISIBLE_DEVICES, or end what runs there: two jobs slow each other",
-        facts={"memory_used_bytes": used, "memory_total_bytes": total, "num_processes": len(pids)},
-    )
 
 
-def _modes(query: Query, device: Device) -> Iterable[Finding]:
-    if query("nvmlDeviceGetComputeMode") == _PROHIBITED:
-        fix = f"allow computing: sudo nvidia-smi -i {device.index} -c DEFAULT"
-        yield Finding("gpu-mode", "error", "computing is forbidden on it", fix)
-    modes = query("nvmlDeviceGetMigMode")
-    if modes and modes[0]:
+def _slices(_: Query, device: Device) -> Iterable[Finding]:
+    if device.is_split():
         text = "cut into slices (MIG): each worker gets one, and NCCL joins those of one GPU over sockets"
         yield Finding("gpu-mig", "note", f"{text}; stormo doctor --slices lists them")
 
@@ -263,14 +260,6 @@ def _query(library: Any, function: str, *arguments: Any) -> Any:
         return None
 
 
-def _driver_versions(library: Any) -> tuple[str | None, str | None]:
-    """The driver, and the newest CUDA that it supports."""
-    version = _query(library, "nvmlSystemGetDriverVersion")
-    newest = _query(library, "nvmlSystemGetCudaDriverVersion_v2")
-    version = version.decode() if isinstance(version, bytes) else version
-    return version, None if newest is None else f"{newest // 1000}.{newest % 1000 // 10}"
-
-
 def installed_packages() -> Packages:
     """Every package that Python would find, with each folder it is found in."""
     found: dict[str, list[tuple[str, str]]] = {}
@@ -292,7 +281,8 @@ def check_libraries(machine: Machine, packages: Callable[[], Packages] = install
             text = " and ".join(f"{version} in {folder}" for version, folder in installed[name])
             fix = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
             yield Finding(f"two-{name}", "warning", f"{name} is installed twice: {text}", fix)
-    if not any(machine.program(name) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
+    programs = machine.environ.get("PATH", os.defpath)
+    if not any(shutil.which(name, path=programs) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
         text = "no C compiler: --compile and fused kernels cannot be built"
         yield Finding("compiler", "note", text, "install gcc, or load a module that has it")
     machine.progress("the import of torch")
@@ -322,58 +312,17 @@ def _torch(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _cuda(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    driver, newest = _loaded_driver(machine)
-    built = facts.get("cuda_of_torch")
-    num_gpus = machine.num_nvidia_gpus()
-    if built is None:
-        if num_gpus or driver:
-            has = pluralize(num_gpus, "NVIDIA GPU") if num_gpus else f"NVIDIA driver {driver}"
+    if facts["cuda_of_torch"] is None:
+        if num_gpus := machine.num_nvidia_gpus() or len(machine.gpus()):
+            text = f"torch is built for CPUs only, but this machine has {pluralize(num_gpus, 'NVIDIA GPU')}"
             fix = "install a torch that is built for CUDA; pytorch.org lists the command for each release of CUDA"
-            yield Finding("torch-cuda", "error", f"torch is built for CPUs only, but this machine has {has}", fix)
-        return
-    if newest is not None and int(built.partition(".")[0]) > int(newest.partition(".")[0]):
-        yield Finding(
-            "torch-cuda",
-            "error",
-            f"torch is built for CUDA {built}, but driver {driver} supports CUDA up to {newest}",
-            f"update the driver, or install a torch for CUDA {newest.partition('.')[0]}",
-            facts={"cuda_of_torch": built, "cuda_of_driver": newest, "driver": driver},
-        )
-    if facts.get("num_gpus") and facts.get("cuda_error"):
-        fix = "see dmesg and nvidia-smi; a GPU in a bad state is fixed by a reset or a reboot"
-        yield Finding("torch-cuda", "error", f"torch cannot compute on the GPU: {facts['cuda_error']}", fix)
-    for capability in sorted(set(facts.get("capabilities") or ())):
-        if not _has_kernels(capability, facts.get("architectures") or ()):
-            fix = "install a torch built for this GPU: an older release for an old GPU, the newest for a new one"
-            text = f"this torch has no kernels for a GPU of compute capability {capability}"
             yield Finding("torch-cuda", "error", text, fix)
-
-
-def _loaded_driver(machine: Machine) -> tuple[str | None, str | None]:
-    """The driver and the newest CUDA that it supports; None for both where no driver answers."""
-    try:
-        library = machine.load("pynvml")
-        library.nvmlInit()
-    except (ImportError, AttributeError):
-        return None, None
-    except library.NVMLError:
-        return None, None
-    try:
-        return _driver_versions(library)
-    finally:
-        library.nvmlShutdown()
-
-
-def _has_kernels(capability: str, architectures: Iterable[str]) -> bool:
-    """Machine code (sm_) runs on its major version from its minor version on; PTX (compute_) on everything newer."""
-    gpu = tuple(int(part) for part in capability.split("."))
-    for architecture in architectures:
-        kind, _, digits = architecture.rpartition("_")
-        digits = re.sub(r"\D", "", digits)
-        built = int(digits[:-1]), int(digits[-1])
-        if built <= gpu and (kind == "compute" or built[0] == gpu[0]):
-            return True
-    return not list(architectures)
+    elif facts["cuda_error"] and (facts["num_gpus"] or machine.gpus()):
+        fix = (
+            "too old a driver: update it, or install a torch for its CUDA; no kernel image: install a torch built for "
+        )
+        fix += "this GPU; else see dmesg and nvidia-smi: a GPU in a bad state is fixed by a reset or a reboot"
+        yield Finding("torch-cuda", "error", f"torch cannot compute on the GPU: {facts['cuda_error']}", fix)
 
 
 def _library_paths(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -447,18 +396,13 @@ def torch_facts() -> dict[str, Any]:
         "import_s": import_s,
         "cuda_of_torch": torch.version.cuda,
         "num_gpus": torch.cuda.device_count() if is_cuda_build else 0,
-        "architectures": torch.cuda.get_arch_list() if is_cuda_build else [],
         "cudnn": torch.backends.cudnn.version() if is_cuda_build else None,
         "backends": {"nccl": has_nccl},
         "numpy_error": _error_of(lambda: torch.zeros(1).numpy() + 1),
+        "cuda_error": _error_of(lambda: torch.ones(64, device="cuda").sum().item()) if is_cuda_build else None,
     }
     if has_nccl:
         facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    if is_cuda_build:
-        facts["cuda_error"] = _error_of(lambda: torch.ones(64, device="cuda").sum().item())
-        num_usable = 0 if facts["cuda_error"] else facts["num_gpus"]
-        capabilities = [torch.cuda.get_device_capability(index) for index in range(num_usable)]
-        facts["capabilities"] = [f"{major}.{minor}" for major, minor in capabilities]
     facts["libraries"] = _loaded_libraries()
     return facts
 

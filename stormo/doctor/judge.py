@@ -6,12 +6,12 @@ Pure functions. Nodes, links and devices are compared with their peers in the sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median, median_high
 from typing import Any
 
-from stormo.doctor.finding import Fact, Finding, Level
+from stormo.doctor.finding import Fact, Finding, Level, grouped
 from stormo.doctor.measure import OPEN_PORTS, OUTCOMES, AllReduce, Attempt, Device, Link, Measurements, WorkerInfo
 from stormo.errors import pluralize
 from stormo.telemetry.text import format_bytes
@@ -60,9 +60,9 @@ def _judge_devices(devices: Sequence[Device], names: Names) -> list[Finding]:
         for device in devices
         if not device.is_exact
     ]
-    for peers in _groups(devices, lambda one: (one.name, one.num_threads, *sorted(one.versions.items()))):
+    for peers in grouped(devices, lambda one: (one.name, one.num_threads, *sorted(one.versions.items()))).values():
         found += _differing_bits(peers, names)
-    for peers in _groups(devices, lambda one: one.name):
+    for peers in grouped(devices, lambda one: one.name).values():
         found += [*_slow_devices(peers, names), *_used_memory(peers, names)]
         speeds = [one.flops_per_s for one in peers]
         text = f"{len(peers)} × {peers[0].name}: {flops_text(min(speeds))} to {flops_text(max(speeds))}"
@@ -162,13 +162,6 @@ def _most_common(values: Iterable[str]) -> str:
     return Counter(values).most_common(1)[0][0]
 
 
-def _groups(devices: Iterable[Device], key: Callable[[Device], Hashable]) -> list[list[Device]]:
-    groups: dict[Hashable, list[Device]] = {}
-    for device in devices:
-        groups.setdefault(key(device), []).append(device)
-    return list(groups.values())
-
-
 def _judge_reach(attempts: Sequence[Attempt], names: Names) -> list[Finding]:
     """A node that no other node reaches, else each pair that cannot connect."""
     failed = {(one.node, one.to): one for one in attempts if one.outcome != "ok"}
@@ -262,7 +255,7 @@ def _judge_inside(links: Sequence[Link], names: Names) -> list[Finding]:
 
 def _by_width(links: Sequence[Link]) -> list[list[Link]]:
     """Links grouped by their number of workers."""
-    return [[link for link in links if link.width == width] for width in sorted({link.width for link in links})]
+    return list(grouped(sorted(links, key=lambda link: link.width), lambda link: link.width).values())
 
 
 def _of_nodes(links: Sequence[Link]) -> dict[int, list[Link]]:
@@ -356,20 +349,15 @@ class Names:
     def __init__(self, workers: Iterable[WorkerInfo]) -> None:
         self.workers = {worker.rank: worker for worker in workers}
         self.leaders = {worker.node: worker for worker in self.workers.values() if worker.leads_node}
-        self._on_node: dict[int, list[int]] = {}
-        for rank, worker in sorted(self.workers.items()):
-            self._on_node.setdefault(worker.node, []).append(rank)
+        self._on_node = grouped(sorted(self.workers), self.node_of)
 
     def node(self, node: int, *, address: bool = False) -> str:
         """Node 2 (n3), or with the address that its workers use."""
         worker = self.leaders.get(node)
         if worker is None:
             return f"node {node}"
-        return (
-            f"node {node} ({worker.host}, {worker.address})"
-            if address and worker.address
-            else f"node {node} ({worker.host})"
-        )
+        where = f", {worker.address}" if address and worker.address else ""
+        return f"node {node} ({worker.host}{where})"
 
     def nodes(self, nodes: Iterable[int]) -> str:
         """Several nodes; at most six are named."""
@@ -385,9 +373,7 @@ class Names:
 
     def ranks(self, ranks: Sequence[int]) -> str:
         """Several workers; a node is named instead of all its workers."""
-        by_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_node.setdefault(self.workers[rank].node if rank in self.workers else -1, []).append(rank)
+        by_node = grouped(ranks, lambda rank: self.node_of(rank) if rank in self.workers else -1)
         whole = [node for node, members in by_node.items() if node >= 0 and len(members) == len(self._on_node[node])]
         rest = [rank for node, members in by_node.items() if node not in whole for rank in members]
         return _listed([*(self.node(node) for node in sorted(whole)), *(self.rank(rank) for rank in sorted(rest))])
@@ -409,13 +395,9 @@ def sentence(finding: Finding) -> str:
 
 def time_text(seconds: float) -> str:
     """A short time, such as 35 µs."""
-    return (
-        f"{seconds * 1e6:.0f} µs"
-        if seconds < 1e-3
-        else f"{seconds * 1e3:.3g} ms"
-        if seconds < 1
-        else f"{seconds:.3g} s"
-    )
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def flops_text(flops_per_s: float) -> str:

@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from stormo.doctor.finding import Fact, Finding, Level
 from stormo.errors import StormoError, pluralize
@@ -45,6 +47,8 @@ class Machine:
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     cores: Callable[[], int] = num_cores
+    interfaces: Callable[[], Mapping[str, Any]] = psutil.net_if_stats  # by name
+    memory: Callable[[], Any] = psutil.virtual_memory
     progress: Callable[[str], None] = lambda _: None  # called with what is checked next, which may never answer
 
     def text(self, path: str) -> str | None:
@@ -60,10 +64,6 @@ class Machine:
             return int(self.text(path) or "")
         except ValueError:
             return None
-
-    def program(self, name: str) -> str | None:
-        """The path of a program, as a shell finds it."""
-        return shutil.which(name, path=self.environ.get("PATH", os.defpath))
 
     def num_nvidia_gpus(self) -> int:
         """NVIDIA's GPUs on the PCI bus, with or without a driver."""
@@ -99,25 +99,16 @@ _SLOWING_VARIABLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Interface:
-    name: str
-    is_up: bool
-    is_virtual: bool
-    speed_mbit: int | None
-    mtu: int | None
-
-
 def check_network(
     machine: Machine, find: Callable[[str], list[str]] = resolve, name: Callable[[], str] = host_name
 ) -> Iterator[Finding]:
     """Interfaces, InfiniBand, this host's name, and the variables of Gloo and NCCL; nothing is sent."""
-    interfaces = _interfaces(machine)
+    interfaces = machine.interfaces()
     yield from _check_interfaces(machine, interfaces)
     ports = _infiniband_ports(machine)
     yield from _check_infiniband(machine, ports)
     yield _check_host_name(find, name())
-    yield from _check_socket_variables(machine, {interface.name for interface in interfaces})
+    yield from _check_socket_variables(machine, set(interfaces))
     has_infiniband = any(port.state == _ACTIVE for port in ports)
     for variable, effect in _SLOWING_VARIABLES.items():
         if machine.environ.get(variable, "0") in ("", "0"):
@@ -133,52 +124,32 @@ def check_network(
         yield Finding("variables", "warning", text, "unset it for real runs")
 
 
-def _interfaces(machine: Machine) -> list[_Interface]:
-    found = []
-    for path in sorted(machine.root.glob("sys/class/net/*")):
-        if not path.is_dir():  # /sys/class/net/bonding_masters is a file
-            continue
-        folder = f"sys/class/net/{path.name}"
-        speed = machine.number(f"{folder}/speed")
-        flags = int(machine.text(f"{folder}/flags") or "0", 16)
-        found.append(
-            _Interface(
-                name=path.name,
-                is_up=bool(flags & 1) and machine.text(f"{folder}/operstate") != "down",
-                is_virtual=(machine.root / "sys/devices/virtual/net" / path.name).exists(),
-                speed_mbit=speed if speed is not None and speed > 0 else None,
-                mtu=machine.number(f"{folder}/mtu"),
-            )
-        )
-    return found
-
-
-def _check_interfaces(machine: Machine, interfaces: list[_Interface]) -> Iterator[Finding]:
-    if not any(interface.name == "lo" and interface.is_up for interface in interfaces):
+def _check_interfaces(machine: Machine, interfaces: Mapping[str, Any]) -> Iterator[Finding]:
+    up = {name: card for name, card in interfaces.items() if card.isup}
+    if up.pop("lo", None) is None:
         fix = "bring it up: ip link set lo up; workers of one node connect over it"
         yield Finding("loopback", "error", "the interface lo is not up", fix)
     routes = [line.split() for line in (machine.text("proc/net/route") or "").splitlines()[1:]]
     default = next((route[0] for route in routes if len(route) > 7 and route[1] == route[7] == "00000000"), None)
-    up = [interface for interface in interfaces if interface.is_up and interface.name != "lo"]
-    physical = [interface for interface in up if not interface.is_virtual or interface.name == default] or up
+    virtual = machine.root / "sys/devices/virtual/net"
+    physical = {name: card for name, card in up.items() if name == default or not (virtual / name).exists()} or up
     if not physical:
         yield Finding("network-card", "note", "no network card is up: only jobs of one node can run")
-    for card in physical:
-        speed = "speed unknown" if card.speed_mbit is None else f"{card.speed_mbit / 1000:g} Gbit/s"
-        text = f"{card.name}: {speed}, MTU {card.mtu}" + (", default route" if card.name == default else "")
-        facts = {"card": card.name, "speed_mbit_per_s": card.speed_mbit, "mtu": card.mtu}
-        if card.mtu is not None and card.mtu < _SMALLEST_MTU:
-            fix = f"raise it: ip link set {card.name} mtu 1500"
+    for name, card in sorted(physical.items()):
+        speed = f"{card.speed / 1000:g} Gbit/s" if card.speed else "speed unknown"
+        text = f"{name}: {speed}, MTU {card.mtu}" + (", default route" if name == default else "")
+        facts = {"card": name, "speed_mbit_per_s": card.speed or None, "mtu": card.mtu}
+        if card.mtu < _SMALLEST_MTU:
+            fix = f"raise it: ip link set {name} mtu 1500"
             yield Finding("network-card", "warning", f"{text}: too small", fix, facts=facts)
-        elif card.speed_mbit is not None and card.speed_mbit < _SLOW_MBIT:
-            text += f": at most {card.speed_mbit / 8:.0f} MB/s of gradients between nodes"
+        elif 0 < card.speed < _SLOW_MBIT:
+            text += f": at most {card.speed / 8:.0f} MB/s of gradients between nodes"
             yield Finding("network-card", "note", text, facts=facts)
         else:
             yield Finding("network-card", "ok", text, facts=facts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Port:
+class _Port(NamedTuple):
     name: str
     state: str
     physical_state: str
@@ -189,18 +160,10 @@ class _Port:
 def _infiniband_ports(machine: Machine) -> list[_Port]:
     found = []
     for path in sorted(machine.root.glob("sys/class/infiniband/*/ports/*")):
-        folder = str(path.relative_to(machine.root))
-        rate = machine.text(f"{folder}/rate") or ""
-        number = re.match(r"[\d.]+", rate)
-        found.append(
-            _Port(
-                name=f"{path.parents[1].name} port {path.name}",
-                state=(machine.text(f"{folder}/state") or "").rpartition(" ")[2],
-                physical_state=(machine.text(f"{folder}/phys_state") or "").partition(": ")[2],
-                rate=rate.replace("Gb/sec", "Gbit/s"),
-                gbit=float(number[0]) if number else 0.0,
-            )
-        )
+        state, physical_state, rate = (machine.text(f"{path}/{file}") or "" for file in ("state", "phys_state", "rate"))
+        name, number = f"{path.parents[1].name} port {path.name}", re.match(r"[\d.]+", rate)
+        words = state.rpartition(" ")[2], physical_state.partition(": ")[2], rate.replace("Gb/sec", "Gbit/s")
+        found.append(_Port(name, *words, float(number[0]) if number else 0.0))
     return found
 
 
@@ -277,121 +240,98 @@ _NO_LIMIT_V1 = 1 << 60  # version 1 of cgroups writes a huge number for "no limi
 
 def check_limits(machine: Machine) -> Iterator[Finding]:
     """Each limit, and what would run into it."""
-    yield from _open_files(machine)
-    yield from _locked_memory(machine)
-    yield from _processes(machine)
-    yield from _shared_memory(machine)
-    yield from _memory(machine)
-    yield from _cores(machine)
+    for check in (_open_files, _locked_memory, _processes, _shared_memory, _memory, _cores):
+        yield check(machine)
 
 
-def _open_files(machine: Machine) -> Iterator[Finding]:
-    soft, hard = machine.limit(resource.RLIMIT_NOFILE)
-    facts = {"open_files": _finite(soft), "open_files_hard": _finite(hard)}
-    if _less(soft, _ENOUGH_FILES):
-        fix = f"ulimit -n {_ENOUGH_FILES} before the command"
-        if _less(hard, _ENOUGH_FILES):
-            fix = "an administrator raises nofile in /etc/security/limits.conf (Slurm: LimitNOFILE of slurmd)"
-        level: Level = "warning" if _less(soft, 1024) else "note"
-        text = f"{soft} open files a process: loaders with many workers need more"
-        yield Finding("open-files", level, text, fix, facts=facts)
-    else:
-        number = "any number of" if soft == resource.RLIM_INFINITY else str(soft)
-        yield Finding("open-files", "ok", f"{number} open files a process", facts=facts)
+def _open_files(machine: Machine) -> Finding:
+    soft, hard = (_finite(limit) for limit in machine.limit(resource.RLIMIT_NOFILE))
+    facts = {"open_files": soft, "open_files_hard": hard}
+    if soft is None or soft >= _ENOUGH_FILES:
+        number = "any number of" if soft is None else soft
+        return Finding("open-files", "ok", f"{number} open files a process", facts=facts)
+    fix = f"ulimit -n {_ENOUGH_FILES} before the command"
+    if hard is not None and hard < _ENOUGH_FILES:
+        fix = "an administrator raises nofile in /etc/security/limits.conf (Slurm: LimitNOFILE of slurmd)"
+    text = f"{soft} open files a process: loaders with many workers need more"
+    return Finding("open-files", "warning" if soft < 1024 else "note", text, fix, facts=facts)
 
 
-def _locked_memory(machine: Machine) -> Iterator[Finding]:
-    soft, _ = machine.limit(resource.RLIMIT_MEMLOCK)
-    facts = {"locked_bytes": _finite(soft)}
-    if soft == resource.RLIM_INFINITY:
-        yield Finding("locked-memory", "ok", "no limit on locked memory", facts=facts)
-        return
+def _locked_memory(machine: Machine) -> Finding:
+    soft = _finite(machine.limit(resource.RLIMIT_MEMLOCK)[0])
+    facts = {"locked_bytes": soft}
+    if soft is None:
+        return Finding("locked-memory", "ok", "no limit on locked memory", facts=facts)
     text = f"{format_bytes(soft)} of locked memory"
-    if any(machine.root.glob("sys/class/infiniband/*")):
-        fix = (
-            "ulimit -l unlimited; an administrator sets memlock unlimited in limits.conf (Slurm: LimitMEMLOCK=infinity)"
-        )
-        text += ": RDMA over InfiniBand registers far more, and NCCL fails without it"
-        yield Finding("locked-memory", "error", text, fix, facts=facts)
-    else:
-        text += ": enough without InfiniBand"
-        yield Finding("locked-memory", "ok", text, facts=facts)
+    if not any(machine.root.glob("sys/class/infiniband/*")):
+        return Finding("locked-memory", "ok", f"{text}: enough without InfiniBand", facts=facts)
+    fix = "ulimit -l unlimited; an administrator sets memlock unlimited in limits.conf (Slurm: LimitMEMLOCK=infinity)"
+    text += ": RDMA over InfiniBand registers far more, and NCCL fails without it"
+    return Finding("locked-memory", "error", text, fix, facts=facts)
 
 
-def _processes(machine: Machine) -> Iterator[Finding]:
-    soft, _ = machine.limit(resource.RLIMIT_NPROC)
+def _processes(machine: Machine) -> Finding:
+    soft = _finite(machine.limit(resource.RLIMIT_NPROC)[0])
     most = _cgroup_number(machine, "pids.max", "pids/pids.max")
-    least = min([value for value in (_finite(soft), most) if value is not None], default=None)
-    if least is not None and least < _ENOUGH_PROCESSES:
-        fix = "ulimit -u, or the pids limit of the container (docker: --pids-limit), must be raised"
-        text = f"{least} processes and threads: workers, loaders and their threads may not fit"
-        yield Finding("processes", "warning", text, fix, facts={"processes": least})
-    else:
-        text = f"{'any number of' if least is None else least} processes and threads"
-        yield Finding("processes", "ok", text, facts={"processes": least})
+    least = min([value for value in (soft, most) if value is not None], default=None)
+    facts = {"processes": least}
+    text = f"{'any number of' if least is None else least} processes and threads"
+    if least is None or least >= _ENOUGH_PROCESSES:
+        return Finding("processes", "ok", text, facts=facts)
+    fix = "ulimit -u, or the pids limit of the container (docker: --pids-limit), must be raised"
+    return Finding("processes", "warning", f"{text}: workers, loaders and their threads may not fit", fix, facts=facts)
 
 
-def _shared_memory(machine: Machine) -> Iterator[Finding]:
+def _shared_memory(machine: Machine) -> Finding:
     try:
         found = machine.statvfs(machine.root / "dev/shm")
     except OSError as error:
         text = f"/dev/shm, where loaders put their batches, cannot be used ({error.strerror})"
-        yield Finding("shared-memory", "error", text, "mount a tmpfs at /dev/shm")
-        return
+        return Finding("shared-memory", "error", text, "mount a tmpfs at /dev/shm")
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     facts = {"total_bytes": total, "free_bytes": free}
-    if free < _ENOUGH_SHARED_BYTES:
-        yield Finding(
-            "shared-memory",
-            "warning",
-            f"{format_bytes(free)} of {format_bytes(total)} free in /dev/shm, where loaders put their batches",
-            "docker: --ipc=host or --shm-size=16g; Kubernetes: an emptyDir with medium Memory at /dev/shm; "
-            "else delete what is left there, or set --loader-workers 0",
-            facts=facts,
-        )
-    else:
-        yield Finding("shared-memory", "ok", f"{format_bytes(free)} free in /dev/shm", facts=facts)
+    if free >= _ENOUGH_SHARED_BYTES:
+        return Finding("shared-memory", "ok", f"{format_bytes(free)} free in /dev/shm", facts=facts)
+    return Finding(
+        "shared-memory",
+        "warning",
+        f"{format_bytes(free)} of {format_bytes(total)} free in /dev/shm, where loaders put their batches",
+        "docker: --ipc=host or --shm-size=16g; Kubernetes: an emptyDir with medium Memory at /dev/shm; "
+        "else delete what is left there, or set --loader-workers 0",
+        facts=facts,
+    )
 
 
-def _memory(machine: Machine) -> Iterator[Finding]:
-    known = _meminfo(machine)
-    total, available = known.get("MemTotal"), known.get("MemAvailable")
-    if total is None or available is None:
-        return
+def _memory(machine: Machine) -> Finding:
+    memory = machine.memory()
     allowed = _cgroup_number(machine, "memory.max", "memory/memory.limit_in_bytes")
-    facts = {"total_bytes": total, "available_bytes": available, "allowed_bytes": allowed}
-    if allowed is not None and allowed < total:
-        text = f"this job may use {format_bytes(allowed)} of the machine's {format_bytes(total)}"
-        yield Finding("memory", "note", text, facts=facts)
-    elif available < _LOW_MEMORY * total:
-        fix = "end what uses it (top -o %MEM), or choose another machine"
-        text = f"{format_bytes(available)} of {format_bytes(total)} memory available"
-        yield Finding("memory", "warning", text, fix, facts=facts)
-    else:
-        text = f"{format_bytes(available)} of {format_bytes(total)} memory available"
-        yield Finding("memory", "ok", text, facts=facts)
+    facts = {"total_bytes": memory.total, "available_bytes": memory.available, "allowed_bytes": allowed}
+    if allowed is not None and allowed < memory.total:
+        text = f"this job may use {format_bytes(allowed)} of the machine's {format_bytes(memory.total)}"
+        return Finding("memory", "note", text, facts=facts)
+    text = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} memory available"
+    if memory.available >= _LOW_MEMORY * memory.total:
+        return Finding("memory", "ok", text, facts=facts)
+    return Finding("memory", "warning", text, "end what uses it (top -o %MEM), or choose another machine", facts=facts)
 
 
-def _cores(machine: Machine) -> Iterator[Finding]:
+def _cores(machine: Machine) -> Finding:
     cores, all_cores = machine.cores(), os.cpu_count() or machine.cores()
     quota = _core_quota(machine)
     threads = machine.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     facts = {"cores": cores, "all_cores": all_cores, "core_quota": quota, "omp_num_threads": threads or None}
-    text = f"{cores} of {pluralize(all_cores, 'core')}"
+    text, fix = f"{cores} of {pluralize(all_cores, 'core')}", ""
     if quota is not None and quota < cores:
-        fix = f"set OMP_NUM_THREADS={max(int(quota), 1)}: the kernel throttles more threads"
         text += f", but a quota of {quota:g}"
-        yield Finding("cores", "warning", text, fix, facts=facts)
+        fix = f"set OMP_NUM_THREADS={max(int(quota), 1)}: the kernel throttles more threads"
     elif threads.isdecimal() and int(threads) > cores:
-        fix = f"set OMP_NUM_THREADS to {cores} at most, or unset it: stormo divides the cores among its workers"
         text += f", but OMP_NUM_THREADS={threads}"
-        yield Finding("cores", "warning", text, fix, facts=facts)
+        fix = f"set OMP_NUM_THREADS to {cores} at most, or unset it: stormo divides the cores among its workers"
     elif cores == 1 and all_cores > 4:
         fix = "ask the scheduler for more (Slurm: --cpus-per-task): loaders need cores beside the workers"
-        yield Finding("cores", "warning", text, fix, facts=facts)
-    else:
-        text += f", OMP_NUM_THREADS={threads}" if threads else ""
-        yield Finding("cores", "ok", text, facts=facts)
+    elif threads:
+        text += f", OMP_NUM_THREADS={threads}"
+    return Finding("cores", "warning" if fix else "ok", text, fix, facts=facts)
 
 
 def _cgroup_number(machine: Machine, name: str, name_v1: str) -> int | None:
@@ -427,20 +367,6 @@ def _cgroup_files(machine: Machine, name: str, name_v1: str) -> Iterator[str]:
         inner = PurePosixPath(path.lstrip("/"))
         for folder in (inner, *inner.parents):
             yield str(Path(root) / folder / file)
-
-
-def _meminfo(machine: Machine) -> dict[str, int]:
-    found = {}
-    for line in (machine.text("proc/meminfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if words and words[0].isdecimal():
-            found[name] = int(words[0]) * 1024
-    return found
-
-
-def _less(value: int, than: int) -> bool:
-    return value != resource.RLIM_INFINITY and value < than
 
 
 def _finite(value: int) -> int | None:
@@ -489,8 +415,7 @@ def _check_folder(machine: Machine, name: str, asked: Path) -> Iterator[Finding]
         yield Finding("", "error", text, "choose another folder, or move that away")
         return
     folder = existing(path)
-    kind, is_readonly = _mount_of(machine, folder)
-    room = machine.statvfs(folder)
+    kind, room = _file_system(machine, folder), machine.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     facts: dict[str, Fact] = {
         "folder": str(asked),
@@ -503,7 +428,7 @@ def _check_folder(machine: Machine, name: str, asked: Path) -> Iterator[Finding]
     try:
         speed = _measure_in(folder) if free > _ROOM * _FILE_BYTES else None
     except OSError as error:
-        why = "mounted read-only" if is_readonly else f"cannot be written ({error.strerror})"
+        why = "mounted read-only" if room.f_flag & os.ST_RDONLY else f"cannot be written ({error.strerror})"
         if name == "data":
             yield Finding("", "note", f"{what}): {why}; fine if the data are there", facts=facts)
             return
@@ -558,18 +483,18 @@ def _measure_in(folder: Path) -> Speed:
             shutil.rmtree(scratch, ignore_errors=True)  # again, if a signal interrupted the first
 
 
-def _mount_of(machine: Machine, folder: Path) -> tuple[str, bool]:
-    """The type of the file system that holds a folder, and whether it is mounted read-only."""
-    real, best = str(folder.resolve()), ("", "unknown", False)
+def _file_system(machine: Machine, folder: Path) -> str:
+    """The type of the file system that holds a folder."""
+    real, best, kind = str(folder.resolve()), "", "unknown"
     for line in (machine.text("proc/self/mounts") or "").splitlines():
         fields = line.split()
         if len(fields) < 4:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1])  # a space is written as \040
         is_parent = real == point or real.startswith(point.rstrip("/") + "/")
-        if is_parent and len(point) >= len(best[0]):  # a later mount hides an earlier one at the same point
-            best = (point, fields[2], "ro" in fields[3].split(","))
-    return best[1], best[2]
+        if is_parent and len(point) >= len(best):  # a later mount hides an earlier one at the same point
+            best, kind = point, fields[2]
+    return kind
 
 
 def _measure_speed(folder: Path) -> Speed:

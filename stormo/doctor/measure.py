@@ -102,7 +102,7 @@ class AllReduce:
     bus_bytes_per_s: float  # what each worker sends and receives
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Measurements:
     """Everything measured so far."""
 
@@ -277,12 +277,8 @@ class LinkTimer:
         self._most_bytes = _MOST_BYTES[backend]
         self._rank, self._budget_s = rank, budget_s
 
-    def swap(self, peer: int) -> tuple[float, float]:
-        """Latency of the smallest message, and bytes per second each way, when this worker and a peer swap data."""
-        return self.ring(sorted((self._rank, peer)))
-
     def ring(self, ranks: list[int]) -> tuple[float, float]:
-        """The same in a ring, where each of these workers sends to the next and receives from the one before."""
+        """Latency of the smallest message, and bytes per second that each of these workers sends to the next."""
         import torch
 
         at = ranks.index(self._rank)

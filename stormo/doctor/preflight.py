@@ -355,7 +355,7 @@ class Preflight:
         peer = self._peer(pairs)
         return self._run(
             f"round {len(self._rounds_run) - 1}",
-            lambda: None if peer is None else timer.swap(peer),
+            lambda: None if peer is None else timer.ring(sorted((self._rank_info.rank, peer))),
             self._limits.exchange_s,
             lambda values: self._take_round(pairs, values, began),
         )
@@ -387,8 +387,8 @@ class Preflight:
             free = shutil.disk_usage(self._probe_file.parent).free
         except OSError as error:
             why = error.strerror or str(error)
-        folder = str(self._runs_folder)
-        self.measured = replace(self.measured, runs_folder=folder, runs_folder_free_bytes=free, runs_folder_error=why)
+        self.measured.runs_folder = str(self._runs_folder)
+        self.measured.runs_folder_free_bytes, self.measured.runs_folder_error = free, why
         self._phases.share("probe_file", None if self._probe_file is None else str(self._probe_file))
 
     def _delete_probe_file(self) -> None:
@@ -418,35 +418,30 @@ class Preflight:
         return self._ranks[node]
 
     def _take_workers(self, values: list[Any]) -> None:
-        workers = [WorkerInfo(**value) for value in values]
-        self.measured = replace(self.measured, workers=workers)
+        self.measured.workers = [WorkerInfo(**value) for value in values]
         names = self.names
         for node, leader in names.leaders.items():
             self._phases.share(f"leader/{node}", asdict(leader))
             self._phases.share(f"ranks/{node}", names.ranks_on(node))
 
     def _take_attempts(self, values: list[Any]) -> None:
-        attempts = [Attempt(**attempt) for value in values for attempt in value]
-        self.measured = replace(self.measured, attempts=attempts)
+        self.measured.attempts = [Attempt(**attempt) for value in values for attempt in value]
 
     def _take_devices(self, values: list[Any]) -> None:
-        self.measured = replace(self.measured, devices=[Device(**value) for value in values])
+        self.measured.devices = [Device(**value) for value in values]
 
     def _take_inside(self, values: list[Any]) -> bool:
-        links = merge_links([*self.measured.inside, *inside_links(values, self.names)])
-        self.measured = replace(self.measured, inside=links)
-        return bool(outliers(links))
+        self.measured.inside = merge_links([*self.measured.inside, *inside_links(values, self.names)])
+        return bool(outliers(self.measured.inside))
 
     def _take_round(self, pairs: Pairs, values: list[Any], began: float) -> dict[str, Any]:
-        links = merge_links([*self.measured.between, *round_links(pairs, values, self.names)])
-        self.measured = replace(self.measured, between=links)
-        again = disjoint((link.a, link.b) for link in outliers(links))
+        self.measured.between = merge_links([*self.measured.between, *round_links(pairs, values, self.names)])
+        again = disjoint((link.a, link.b) for link in outliers(self.measured.between))
         return {"has_time": time.monotonic() - began < self._limits.all_rounds_s, "again": again[:_MOST_AGAIN]}
 
     def _take_all_reduce(self, values: list[Any]) -> None:
         latency_s, rate = values[0]
-        all_reduce = AllReduce(num_ranks=len(values), latency_s=latency_s, bus_bytes_per_s=rate)
-        self.measured = replace(self.measured, all_reduce=all_reduce)
+        self.measured.all_reduce = AllReduce(num_ranks=len(values), latency_s=latency_s, bus_bytes_per_s=rate)
 
     def _run(
         self,

@@ -58,6 +58,7 @@ class BilledInterval:
     step: int
     joules: float
     parts_j: dict[str, float]
+    kinds_j: dict[str, float]  # "gpu", "cpu", "dram"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,9 @@ def _parts(interval: Interval) -> dict[str, float]:
 
 def _billed(section: Section, number: int, interval: Interval) -> BilledInterval:
     joules = math.fsum(interval.joules.values())
+    kinds_j: dict[str, float] = defaultdict(float)
+    for source_id, drawn_j in interval.joules.items():
+        kinds_j[str(section.sources[source_id]["kind"])] += drawn_j
     return BilledInterval(
         node_id=section.node_id,
         attempt=number,
@@ -173,6 +177,7 @@ def _billed(section: Section, number: int, interval: Interval) -> BilledInterval
         step=interval.step,
         joules=joules,
         parts_j={part: joules * share for part, share in _parts(interval).items()},
+        kinds_j=dict(kinds_j),
     )
 
 

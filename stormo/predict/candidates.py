@@ -51,6 +51,9 @@ def list_candidates(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> l
             "several GPUs in one process hold different amounts, which is not forecast",
             "set --strategy ddp, which is faster and holds less, or leave it out to compare strategies",
         )
+    elif asked.plan.layout.spec.cuts_classifier:
+        why = "the features that its workers exchange are not forecast"
+        raise SettingError(f"--strategy {config.workers.strategy} was set", why, "leave it out to compare strategies")
     num_nodes, per_node = int(config.workers.num_nodes), len(gpus)
     rows = _one() if num_nodes * per_node == 1 else _several(num_nodes, per_node)
     found = [_candidate(key, fields, config, gpus, facts) for key, fields in rows]
@@ -153,7 +156,7 @@ def _identity(config: TrainConfig, plan: Plan) -> tuple[Any, ...]:
     """What distinguishes two candidates, whatever flags led to them."""
     layout, sharding = plan.layout, config.sharding
     spec = layout.spec
-    is_special = spec.schedule or spec.cuts_classifier or not spec.averages_gradients
+    is_special = spec.schedule or not spec.averages_gradients
     special = layout.strategy if is_special else ""
     return layout.mesh, layout.zero, special, sharding.checkpoint_activations, sharding.offload
 

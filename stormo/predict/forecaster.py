@@ -16,7 +16,7 @@ from stormo.parallel.compression import HALF_DTYPES
 from stormo.predict.candidates import Candidate
 from stormo.predict.fake_tensors import FakeModel
 from stormo.predict.forecast import Forecast, MemoryCurve, ModelSize, ParallelSpec, Rows, forecast
-from stormo.predict.model import count_model, hybrid_sharded, pipeline_stages, tensor_sharded
+from stormo.predict.model import count_model, pipeline_stages, tensor_sharded
 from stormo.predict.tracing import Tracer, UntraceableError, few_samples, forbid_fetching
 from stormo.system.hardware import Gpu
 from stormo.tasks.task import Task
@@ -41,7 +41,7 @@ class Forecaster:
         if not has_data:
             self._note_unknown("the data are not here; set --task.data-folder, or train once where they can be fetched")
         self._tracer = self._read() if has_data else None
-        self._curves: dict[tuple[bool, bool, bool, int, bool], MemoryCurve | None] = {}  # None: not known
+        self._curves: dict[tuple[bool, bool, bool, int], MemoryCurve | None] = {}  # None: not known
         self._validation: Rows = ()
         self._base: int | None = None
         self.kept_per_sample: float | None = None
@@ -111,11 +111,8 @@ class Forecaster:
 
     def smallest(self) -> tuple[ParallelSpec, Forecast] | None:
         """fsdp with recomputed activations and one sample a micro-batch, on two GPUs or more; None if not known."""
-        if self._tracer is None or self._base is None:
-            return None
-        try:
-            curve = self._tracer.curve(self._base, recomputes=True, is_sharded=True, channels_last=False)
-        except UntraceableError:
+        curve = self._traced(recomputes=True, is_sharded=True, channels_last=False)
+        if curve is None:
             return None
         num_workers = max(2, self.num_gpus * int(self._config.workers.num_nodes))
         half = HALF_DTYPES.get(self.precision)
@@ -124,34 +121,44 @@ class Forecaster:
         return spec, forecast(self.model, spec, curve, self._gpu.memory_bytes)
 
     def _curve(self, plan: Plan, candidate: Candidate) -> MemoryCurve | None:
-        if self._tracer is None:
-            return None
         self._base = self._base or max(1, plan.micro_batch_size)
-        layout, recomputes = plan.layout, candidate.config.sharding.checkpoint_activations
-        kind = (recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor, layout.spec.cuts_classifier)
+        curve = self._traced(
+            recomputes=candidate.config.sharding.checkpoint_activations,
+            is_sharded=plan.layout.zero == 3,
+            channels_last=plan.channels_last,
+            num_parts=plan.layout.mesh.tensor,
+        )
+        if curve is not None and self.kept_per_sample is None:
+            self.kept_per_sample = curve.kept_per_sample
+            self._validate(plan)
+        return curve
+
+    def _traced(
+        self, *, recomputes: bool, is_sharded: bool, channels_last: bool, num_parts: int = 1
+    ) -> MemoryCurve | None:
+        """Each kind of micro-batch once; None where its memory is not known."""
+        if self._tracer is None or self._base is None:
+            return None
+        kind = recomputes, is_sharded, channels_last, num_parts
         if kind not in self._curves:
             try:
                 self._curves[kind] = self._tracer.curve(
                     self._base,
-                    recomputes=kind[0],
-                    is_sharded=kind[1],
-                    channels_last=kind[2],
-                    num_parts=kind[3],
-                    is_hybrid=kind[4],
+                    recomputes=recomputes,
+                    is_sharded=is_sharded,
+                    channels_last=channels_last,
+                    num_parts=num_parts,
                 )
             except UntraceableError as error:
                 self._curves[kind] = None
                 self._note_unknown(f"the loss cannot be computed on tensors without values ({error})")
-        curve = self._curves[kind]
-        if curve is not None and self.kept_per_sample is None:
-            self.kept_per_sample = curve.kept_per_sample
-            self._validate(self._tracer, plan)
-        return curve
+        return self._curves[kind]
 
-    def _validate(self, tracer: Tracer, plan: Plan) -> None:
+    def _validate(self, plan: Plan) -> None:
+        assert self._tracer is not None
         size = min(self._config.speed.validation_batch_size, self.facts.num_validation or 2**30)
         try:
-            self._validation = tracer.validation(size, channels_last=plan.channels_last)
+            self._validation = self._tracer.validation(size, channels_last=plan.channels_last)
         except UntraceableError as error:
             self._note(f"The memory of a validation is unknown and not counted ({error})")
 
@@ -162,8 +169,7 @@ class Forecaster:
         sharded: frozenset[str] = frozenset()
         stages: tuple[frozenset[str], ...] = ()
         if mesh.tensor > 1:
-            find = hybrid_sharded if strategy.cuts_classifier else tensor_sharded
-            sharded = find(self._task, self._fake_model.model(), mesh.tensor)
+            sharded = tensor_sharded(self._task, self._fake_model.model(), mesh.tensor)
         if mesh.pipeline > 1:
             stages = pipeline_stages(self._task, self._fake_model.model(), mesh.pipeline, per_worker)
         half = HALF_DTYPES.get(self.precision)
@@ -187,8 +193,7 @@ class Forecaster:
             merge_blocks=not sharding.checkpoint_activations
             and sharding.shard_modules is None
             and not sharding.offload,
-            # local and server have no DDP buckets; in the hybrid all workers have the convolutions.
-            copies=(mesh.tensor if strategy.cuts_classifier else mesh.replicate) if strategy.averages_gradients else 1,
+            copies=mesh.replicate if strategy.averages_gradients else 1,  # local and server have no DDP buckets
             averages_weights=strategy.local_updates and layout.world_size > 1,
             extra_copies=_extra_copies(candidate.config, layout),
             servers=candidate.config.workers.servers if "servers" in strategy.options else 0,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,8 +20,7 @@ from stormo.parallel.fsdp import has_statistics
 from stormo.parallel.pipeline.partition import into_stages
 from stormo.parallel.pipeline.schedules import worker_stages
 from stormo.parallel.pipeline.split_points import find_pieces
-from stormo.parallel.tensor.hybrid import find_classifier
-from stormo.parallel.tensor.plan import COLUMN, GATHERED, ROW, WHOLE_ROW, derive_plan, matched
+from stormo.parallel.tensor.plan import COLUMN, ROW, derive_plan, matched
 from stormo.parallel.tensor.split import KINDS
 from stormo.parallel.units import units_of
 from stormo.predict.fake_tensors import OTHER, FakeModel, MemoryTrace, storage_key
@@ -161,16 +158,12 @@ def tensor_sharded(task: Task, model: nn.Module, num_workers: int) -> frozenset[
 def keep_tensor_shard(task: Task, model: nn.Module, num_workers: int) -> None:
     """Keep one worker's shard of the column- and row-parallel layers, in place."""
     for path, wish in matched(model, derive_plan(task, model, num_workers)).items():
-        if wish.kind in (COLUMN, ROW):
-            _keep_shard(model.get_submodule(path), wish.kind, num_workers)
-
-
-def _keep_shard(layer: nn.Module, kind: str, num_workers: int) -> None:
-    for name, dim in KINDS[kind].dims.items():
-        whole = getattr(layer, name, None)
-        if whole is not None:
-            part = whole.narrow(dim, 0, whole.shape[dim] // num_workers).clone()
-            setattr(layer, name, nn.Parameter(part, whole.requires_grad))
+        layer, dims = model.get_submodule(path), KINDS[wish.kind].dims if wish.kind in (COLUMN, ROW) else {}
+        for name, dim in dims.items():
+            whole = getattr(layer, name, None)
+            if whole is not None:
+                part = whole.narrow(dim, 0, whole.shape[dim] // num_workers).clone()
+                setattr(layer, name, nn.Parameter(part, whole.requires_grad))
 
 
 def pipeline_stages(task: Task, model: nn.Module, num_workers: int, per_worker: int) -> tuple[frozenset[str], ...]:
@@ -195,99 +188,3 @@ def pipeline_stages(task: Task, model: nn.Module, num_workers: int, per_worker: 
         )
         for worker in range(num_workers)
     )
-
-
-def hybrid_sharded(task: Task, model: nn.Module, num_workers: int) -> frozenset[str]:
-    """Names of the classifier's parameters that are sharded; an error where they cannot be."""
-    found = set()
-    for path, wish in matched(model, find_classifier(task, model, num_workers).plan).items():
-        layer = model.get_submodule(path)
-        count = wish.num_groups or getattr(layer, KINDS[wish.kind].size)
-        if count % num_workers:
-            raise SettingError(
-                f"--strategy hybrid was set with {num_workers} workers",
-                f"{path} has {count} parts, which {num_workers} do not divide",
-                "start fewer workers",
-            )
-        names = KINDS[wish.kind].dims
-        found |= {f"{path}.{name}" for name in names if getattr(layer, name, None) is not None}
-    return frozenset(found)
-
-
-@torch.no_grad()
-def keep_hybrid_shard(task: Task, model: nn.Module, num_workers: int) -> None:
-    """Keep one worker's shard of the classifier, and let it compute on the features of all workers, in place."""
-    found = find_classifier(task, model, num_workers)
-    for path, wish in matched(model, found.plan).items():
-        layer = model.get_submodule(path)
-        _keep_shard(layer, wish.kind, num_workers)
-        if wish.kind in _WHOLE:
-            layer.forward = functools.partial(_WHOLE[wish.kind], layer, num_workers)
-    module: Any = model.get_submodule(found.path)
-    if found.first is None:
-        module.forward = functools.partial(_gather_and_classify, (), module.forward, num_workers)
-        return
-    layers: list[Any] = list(module._modules.values())
-    classifier = functools.partial(_in_order, layers[found.first :])
-    module.forward = functools.partial(_gather_and_classify, layers[: found.first], classifier, num_workers)
-
-
-def _gathered(layer: nn.Linear, num_workers: int, features: Tensor) -> Tensor:
-    part = F.linear(features, layer.weight, layer.bias)
-    return torch.cat([part] * num_workers, dim=-1)
-
-
-def _row_parallel(layer: nn.Linear, num_workers: int, features: Tensor) -> Tensor:
-    part = features.narrow(-1, 0, layer.weight.shape[1]).clone(memory_format=torch.contiguous_format)
-    return F.linear(part, layer.weight, layer.bias)
-
-
-# Layers that take and give whole activations.
-_WHOLE: dict[str, Callable[..., Tensor]] = {GATHERED: _gathered, WHOLE_ROW: _row_parallel}
-
-
-def _gather_and_classify(
-    feature_layers: Sequence[Callable[[Tensor], Tensor]],
-    classifier: Callable[[Tensor], Tensor],
-    num_workers: int,
-    x: Tensor,
-) -> Tensor:
-    features = _in_order(feature_layers, x)
-    every: tuple[Tensor, ...] = _AllGather.apply(features, num_workers)  # type: ignore[no-untyped-call]
-    mine: Tensor = _ReduceToOwner.apply(*map(classifier, every))  # type: ignore[no-untyped-call]
-    return mine
-
-
-def _in_order(layers: Sequence[Callable[[Tensor], Tensor]], features: Tensor) -> Tensor:
-    for layer in layers:
-        features = layer(features)
-    return features
-
-
-class _AllGather(torch.autograd.Function):
-    """Stands for the all-gather of the features."""
-
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, num_workers: int) -> tuple[Tensor, ...]:
-        """Copies, as the features of other workers are as large as its own."""
-        return tuple(features.clone(memory_format=torch.contiguous_format) for _ in range(num_workers))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of its own features."""
-        return gradients[0] * len(gradients), None
-
-
-class _ReduceToOwner(torch.autograd.Function):
-    """Stands for sending each worker its scores."""
-
-    @staticmethod
-    def forward(ctx: Any, *scores: Tensor) -> Tensor:
-        """A copy."""
-        ctx.num_workers = len(scores)
-        return scores[0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """One for every worker."""
-        return tuple(torch.empty_like(gradients[0]) for _ in range(ctx.num_workers))

@@ -22,7 +22,7 @@ from stormo.parallel.meta_init import sample_batch
 from stormo.parallel.units import Recomputed, recompute, units_of
 from stormo.predict.fake_tensors import OTHER, FakeModel, GpuKernels, MemoryTrace, fuse_layers
 from stormo.predict.forecast import MemoryCurve, Rows
-from stormo.predict.model import keep_hybrid_shard, keep_tensor_shard
+from stormo.predict.model import keep_tensor_shard
 from stormo.tasks.fashion_mnist import FashionMnist
 from stormo.tasks.returned import read_loss
 from stormo.tasks.task import Task
@@ -54,7 +54,7 @@ def few_samples(task: Task) -> Any:
 
 
 class Tracer:
-    """Traces micro-batches of one task's model, each kind once.
+    """Traces micro-batches of one task's model.
 
     `batch` holds a few real samples. With `on_gpu` it counts what GPU kernels keep, with `has_fused` also those of
     stormo's fused layers.
@@ -76,34 +76,17 @@ class Tracer:
         self._half, self._precision = HALF_DTYPES.get(precision), precision
         self._on_gpu, self._has_fused = on_gpu, has_fused
         self._shard_modules, self._ghost_batch_size = shard_modules, ghost_batch_size
-        self._seen: dict[tuple[Any, ...], MemoryCurve] = {}
 
     def curve(
-        self,
-        size: int,
-        *,
-        recomputes: bool,
-        is_sharded: bool,
-        channels_last: bool,
-        num_parts: int = 1,
-        is_hybrid: bool = False,
+        self, size: int, *, recomputes: bool, is_sharded: bool, channels_last: bool, num_parts: int = 1
     ) -> MemoryCurve:
         """The memory of a training pass by its samples, traced at a size and at twice that size.
 
-        `num_parts` is the number of workers along tensor; the hybrid shards only its classifier over them.
+        `num_parts` is the number of workers along tensor.
         """
-        key = (size, recomputes, is_sharded, channels_last, num_parts, is_hybrid)
-        if key not in self._seen:
-            model = self._built(
-                recomputes=recomputes,
-                is_sharded=is_sharded,
-                is_fused=channels_last,
-                num_parts=num_parts,
-                is_hybrid=is_hybrid,
-            )
-            traced = [self._traced(model, one) for one in (size, 2 * size)]
-            self._seen[key] = MemoryCurve((size, 2 * size), (traced[0][0], traced[1][0]), (traced[0][1], traced[1][1]))
-        return self._seen[key]
+        model = self._built(recomputes=recomputes, is_sharded=is_sharded, is_fused=channels_last, num_parts=num_parts)
+        (rows, kept), (rows_of_twice, kept_of_twice) = (self._traced(model, one) for one in (size, 2 * size))
+        return MemoryCurve((size, 2 * size), (rows, rows_of_twice), (kept, kept_of_twice))
 
     def batch_bytes(self, size: int) -> int:
         """Bytes of the tensors of a batch."""
@@ -118,13 +101,11 @@ class Tracer:
             self._task.metrics(model, data)
         return trace.rows
 
-    def _built(
-        self, *, recomputes: bool, is_sharded: bool, is_fused: bool, num_parts: int = 1, is_hybrid: bool = False
-    ) -> nn.Module:
+    def _built(self, *, recomputes: bool, is_sharded: bool, is_fused: bool, num_parts: int = 1) -> nn.Module:
         model = self._fake_model.model()
         if num_parts > 1:
             with self._fake_model.fake:
-                (keep_hybrid_shard if is_hybrid else keep_tensor_shard)(self._task, model, num_parts)
+                keep_tensor_shard(self._task, model, num_parts)
         if self._ghost_batch_size is not None:
             model = convert_ghost_batch_norm(model, self._ghost_batch_size)
         if self._on_gpu and self._has_fused and is_fused:

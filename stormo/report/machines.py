@@ -170,41 +170,6 @@ def energy_scale(most_j: float) -> tuple[float, str]:
     return 1.0, "J"
 
 
-def _bins(
-    history: History, node: str, counted_by: dict[tuple[str, str, int], str]
-) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
-    """Joules of one node by kind of device and bin of running time, and the share of each bin that was measured.
-
-    `counted_by` is the node that counts a device in an attempt: two nodes on one machine read the same device.
-    """
-    bin_s = _bin_s(history)
-    joules: dict[str, dict[int, float]] = {}
-    measured: dict[int, float] = {}
-    kinds: dict[str, str] = {}
-    before: Line = {}
-    begin, attempt = 0.0, 0
-    for line in history.nodes[node]:
-        if line.get("kind") == "start":
-            attempt += 1
-            machine = str(line.get("machine") or line.get("host") or node)
-            sources = {str(source.get("id")): str(source.get("kind")) for source in line.get("sources") or ()}
-            kinds = {
-                key: kind
-                for key, kind in sources.items()
-                if counted_by.setdefault((machine, key, attempt), node) == node
-            }
-            before, begin = {}, history.clock.running_s(float(line["time_unix_s"])) / bin_s
-        elif line.get("kind") == "energy" and isinstance(line.get("joules"), dict):
-            end = history.clock.running_s(float(line["time_unix_s"])) / bin_s
-            for source, value in line["joules"].items():
-                if source in kinds and isinstance(value, int | float):
-                    found = joules.setdefault(kinds[source], {})
-                    _add_to_bins(found, float(value) - float(before.get(source) or 0.0), begin, end)
-            _add_to_bins(measured, end - begin, begin, end)
-            before, begin = line["joules"], end
-    return joules, measured
-
-
 def _bin_s(history: History) -> float:
     """A second, longer than the resolution of the counters; more in a very long run."""
     return max(1.0, history.clock.total_s / _MAX_BINS)
@@ -224,21 +189,20 @@ def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
     """The power of all nodes, by kind of device or all together."""
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
-    measured: dict[int, float] = {}
-    counted_by: dict[tuple[str, str, int], str] = {}
-    for node in history.nodes:
-        by_node, measured_there = _bins(history, node, counted_by)
-        for position, share in measured_there.items():
-            measured[position] = max(share, measured.get(position, 0.0))
-        for kind, bins in by_node.items():
-            into = joules.setdefault(_KINDS.get(kind, kind) if by_kind else "all nodes", {})
-            for position, value in bins.items():
-                into[position] = into.get(position, 0.0) + value
+    measured: dict[str, dict[int, float]] = {}  # the share of each bin that a node has measured
+    for interval in history.bill.intervals if history.bill is not None else ():
+        times = interval.begin_unix_s, interval.end_unix_s
+        begin, end = (history.clock.running_s(time_unix_s) / bin_s for time_unix_s in times)
+        _add_to_bins(measured.setdefault(interval.node_id, {}), end - begin, begin, end)
+        for kind, drawn_j in interval.kinds_j.items():
+            name = _KINDS.get(kind, kind) if by_kind else "all nodes"
+            _add_to_bins(joules.setdefault(name, {}), drawn_j, begin, end)
 
     def power_w(bins: dict[int, float], position: int) -> float | None:
-        if position not in bins or measured[position] <= _LEAST_MEASURED:
+        share = max(of_node.get(position, 0.0) for of_node in measured.values())
+        if position not in bins or share <= _LEAST_MEASURED:
             return None  # a gap: nothing was measured, as between two attempts
-        return bins[position] / bin_s / measured[position]
+        return bins[position] / bin_s / share
 
     return [
         line

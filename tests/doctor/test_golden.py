@@ -17,19 +17,16 @@ from stormo.doctor.machine import Machine, Speed
 from stormo.system.hardware import Gpu
 from tests.doctor.machines import write
 from tests.doctor.test_gpus import GOOD, PACKAGES, Driver, cards
-from tests.doctor.test_machine import card, port
+from tests.doctor.test_machine import LOOPBACK, card, port
 from tests.golden import check_golden
 
 GB = 10**9
 FILES: dict[str, object] = {
-    **card("lo", -1, 65536, "0x9", "unknown"),
-    **card("eth0", 10_000, 1500),
     **port("mlx5_0"),
     **port("mlx5_1", "1: DOWN"),
     "dev/infiniband/uverbs0": "",
     "proc/net/route": "Iface Destination\neth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0",
     "proc/self/mounts": "disk / ext4 rw 0 0",
-    "proc/meminfo": f"MemTotal: {512 * GB // 1024} kB\nMemAvailable: {480 * GB // 1024} kB",
 }
 
 
@@ -52,6 +49,8 @@ def _findings(root: Path) -> list[Finding]:
         ),
         limit=lambda _: (-1, -1),
         cores=lambda: 64,
+        interfaces=lambda: {"lo": LOOPBACK, "eth0": card(10_000, 1500)},
+        memory=lambda: SimpleNamespace(total=512 * GB, available=480 * GB),
     )
     groups = {
         "devices": gpus.check_gpus(made_up),

@@ -27,17 +27,16 @@ def check(
     shared_bytes: int = 64 * GB,
     cores: int = 8,
     few: dict[int, tuple[int, int]] | None = None,
+    available: int = 90 * GB,
     **environ: str,
 ) -> list[Finding]:
-    memory = {"MemTotal": 100 * GB, "MemAvailable": 90 * GB}
-    if not (root / "proc/meminfo").exists():
-        write(root, {"proc/meminfo": "\n".join(f"{name}: {value // 1024} kB" for name, value in memory.items())})
     machine = Machine(
         root=root,
         environ=environ,
         limit=lambda which: (few or {}).get(which, (FREE, FREE)),
         statvfs=lambda _: SimpleNamespace(f_blocks=shared_bytes, f_bavail=shared_bytes, f_frsize=1),  # type: ignore[arg-type, return-value]
         cores=lambda: cores,
+        memory=lambda: SimpleNamespace(total=100 * GB, available=available),
     )
     return list(check_limits(machine))
 
@@ -110,7 +109,6 @@ def test_shared_memory(tmp_path: Path) -> None:
             {"proc/self/cgroup": "0::/", "sys/fs/cgroup/pids.max": 100},
             *(("processes", "warning"), "100 processes and threads"),
         ),
-        ({"proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 5 kB"}, ("memory", "warning"), "of 102 kB"),
     ],
 )
 def test_limits_of_the_machine(tmp_path: Path, files: dict[str, object], expected: tuple[str, str], text: str) -> None:
@@ -118,6 +116,12 @@ def test_limits_of_the_machine(tmp_path: Path, files: dict[str, object], expecte
     found = check(tmp_path)
     assert bad(found) == [expected]
     assert any(text in one.text for one in found if one.level != "ok")
+
+
+def test_little_memory_left(tmp_path: Path) -> None:
+    found = check(tmp_path, available=5 * GB)
+    assert bad(found) == [("memory", "warning")]
+    assert "5 GB of 100 GB memory available" in [one.text for one in found]
 
 
 def test_no_limit_of_old_cgroups_is_fine(tmp_path: Path) -> None:
@@ -137,8 +141,8 @@ def test_more_threads_than_cores(tmp_path: Path) -> None:
 FAST = Speed(write_bytes_per_s=2e9, read_bytes_per_s=3e9, small_s=0.0003)
 
 
-def check_folders(folder: Path, kind: str = "ext4", options: str = "rw", **room: int) -> list[Finding]:
-    write(folder, {"proc/self/mounts": f"disk / xfs rw 0 0\nserver:/x {folder} {kind} {options} 0 0"})
+def check_folders(folder: Path, kind: str = "ext4", **room: int) -> list[Finding]:
+    write(folder, {"proc/self/mounts": f"disk / xfs rw 0 0\nserver:/x {folder} {kind} rw 0 0"})
     free = {"f_bavail": 10**12, "f_frsize": 1, "f_files": 10**6, "f_favail": 10**6, "f_flag": 0} | room
     machine = Machine(
         root=folder,
@@ -205,7 +209,7 @@ def test_room_and_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, room: dict[str, int], expected: list[tuple[str, str]]
 ) -> None:
     monkeypatch.setattr(machine_module, "_measure_speed", lambda _: FAST)
-    found = check_folders(tmp_path, kind, "rw", **room)
+    found = check_folders(tmp_path, kind, **room)
     assert bad(found) == expected
     assert found[0].facts["is_network"] == (kind == "lustre")
 
@@ -221,7 +225,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    found = check_folders(tmp_path, "nfs4", "ro,relatime")
+    found = check_folders(tmp_path, "nfs4", f_flag=os.ST_RDONLY)
     assert bad(found) == [("storage-runs", "error"), ("storage-data", "note"), ("storage-temp", "error")]
     assert found[0].text.endswith("(nfs4, over the network): mounted read-only")
     assert "--runs-folder" in found[0].fix
@@ -250,11 +254,12 @@ def test_a_runs_folder_that_is_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"{tmp_path / 'not'} is no folder" in check_folders(tmp_path)[0].text
 
 
-def card(
-    name: str, speed: int = 100_000, mtu: int = 9000, flags: str = "0x1003", state: str = "up"
-) -> dict[str, object]:
-    at = f"sys/class/net/{name}"
-    return {f"{at}/speed": speed, f"{at}/mtu": mtu, f"{at}/flags": flags, f"{at}/operstate": state}
+LOOPBACK = SimpleNamespace(isup=True, speed=0, mtu=65536)
+FAST_CARD = SimpleNamespace(isup=True, speed=100_000, mtu=9000)
+
+
+def card(speed: int, mtu: int, *, is_up: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(isup=is_up, speed=speed, mtu=mtu)
 
 
 def port(name: str, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)") -> dict[str, object]:
@@ -264,15 +269,17 @@ def port(name: str, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A healthy machine with one card and the loopback interface."""
-    write(tmp_path, card("lo", -1, 65536, "0x9", "unknown") | card("eth0"))
+    """A healthy machine, whose default route is over eth0."""
     header = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT"
     write(tmp_path, {"proc/net/route": f"{header}\neth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0"})
     return tmp_path
 
 
-def check_at(root: Path, number: str = "10.0.0.7", **environ: str) -> list[Finding]:
-    machine = Machine(root=root, environ=environ)
+def check_at(
+    root: Path, number: str = "10.0.0.7", cards: dict[str, SimpleNamespace] | None = None, **environ: str
+) -> list[Finding]:
+    interfaces = {"lo": LOOPBACK, "eth0": FAST_CARD, **(cards or {})}
+    machine = Machine(root=root, environ=environ, interfaces=lambda: interfaces)
     return list(check_network(machine, lambda _: [number], lambda: "node7"))
 
 
@@ -283,29 +290,29 @@ def test_a_healthy_network(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "expected", "text"),
+    ("cards", "expected", "text"),
     [
-        (card("eth0", 1000, 1500), ("network-card", "note"), "at most 125 MB/s of gradients"),
-        (card("eth0", 100_000, 576), ("network-card", "warning"), "too small"),
-        (card("eth0", -1, 1500, "0x1002", "down"), ("network-card", "note"), "no network card is up"),
-        (card("lo", -1, 65536, "0x8", "down"), ("loopback", "error"), "lo is not up"),
+        ({"eth0": card(1000, 1500)}, ("network-card", "note"), "at most 125 MB/s of gradients"),
+        ({"eth0": card(100_000, 576)}, ("network-card", "warning"), "too small"),
+        ({"eth0": card(0, 1500, is_up=False)}, ("network-card", "note"), "no network card is up"),
+        ({"lo": card(0, 65536, is_up=False)}, ("loopback", "error"), "lo is not up"),
     ],
 )
-def test_a_bad_network(root: Path, files: dict[str, object], expected: tuple[str, str], text: str) -> None:
-    write(root, files)
-    found = check_at(root)
+def test_a_bad_network(root: Path, cards: dict[str, SimpleNamespace], expected: tuple[str, str], text: str) -> None:
+    found = check_at(root, cards=cards)
     assert bad(found) == [expected]
     assert any(text in one.text for one in found if one.level != "ok")
 
 
 def test_virtual_cards_are_left_out_unless_there_is_nothing_else(root: Path) -> None:
-    write(root, card("docker0", 10_000, 1500))
     (root / "sys/devices/virtual/net/docker0").mkdir(parents=True)
-    assert [one.text for one in check_at(root) if one.check == "network-card"] == [
+    cards = {"docker0": card(10_000, 1500)}
+    assert [one.text for one in check_at(root, cards=cards) if one.check == "network-card"] == [
         "eth0: 100 Gbit/s, MTU 9000, default route"
     ]
-    write(root, card("eth0", flags="0x1002"))
-    assert [one.facts["card"] for one in check_at(root) if one.check == "network-card"] == ["docker0"]
+    cards["eth0"] = card(100_000, 9000, is_up=False)
+    found = check_at(root, cards=cards)
+    assert [one.facts["card"] for one in found if one.check == "network-card"] == ["docker0"]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +346,8 @@ def test_the_hosts_own_name(root: Path) -> None:
     def unknown(name: str) -> list[str]:
         raise SettingError(name, "there is none", "x")
 
-    found = list(check_network(Machine(root=root, environ={}), unknown, lambda: "node7"))
+    machine = Machine(root=root, environ={}, interfaces=lambda: {"lo": LOOPBACK, "eth0": FAST_CARD})
+    found = list(check_network(machine, unknown, lambda: "node7"))
     assert "node7, has no address" in found[-1].text
     assert bad(found) == [("host-name", "warning")]
 

@@ -194,6 +194,9 @@ def test_what_cannot_be_forecast_is_refused_in_one_sentence(
     assert refused(capsys, "towers.py", "--device", "cpu").startswith("--device cpu was set, but")
     given = ("towers.py", "--gpu", "t4", "--num-gpus", "2")
     assert refused(capsys, *given, "--strategy", "dp").startswith("--strategy dp was set, but")
+    assert refused(capsys, *given, "--strategy", "hybrid").startswith(
+        "--strategy hybrid was set, but the features that"
+    )
     assert refused(capsys, *given, "--strategy", "hsdp").startswith("--strategy hsdp was set, but it shards within a")
     assert refused(capsys, *given, "--zero", "2").startswith("--zero 2 was set without --mesh, but")  # as training does
     (folder / "gone.py").write_text(TASK.format(end="").replace("torch.zeros(65536, 32)", "torch.load('gone.pt')"))

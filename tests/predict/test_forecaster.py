@@ -20,7 +20,7 @@ from stormo.predict.candidates import list_candidates
 from stormo.predict.fake_tensors import FakeModel
 from stormo.predict.forecast import GIB, ParallelSpec, forecast
 from stormo.predict.forecaster import Forecaster
-from stormo.predict.model import count_model, hybrid_sharded, tensor_sharded
+from stormo.predict.model import count_model, tensor_sharded
 from stormo.predict.tracing import Tracer, few_samples
 from stormo.system.hardware import KNOWN_GPUS
 from stormo.tasks.language_model import Size
@@ -47,28 +47,17 @@ def simulated(flags: dict[str, Any]) -> int:
     [
         ({"strategy": "fsdp"}, ParallelSpec(num_workers=RANKS, shard=RANKS, zero=3, batch=SAMPLES)),
         ({"strategy": "tensor"}, ParallelSpec(num_workers=RANKS, tensor=RANKS, batch=SAMPLES)),
-        # Without the buckets of DDP, which has a stand-in there.
-        ({"strategy": "hybrid"}, ParallelSpec(num_workers=RANKS, tensor=RANKS, batch=SAMPLES)),
     ],
-    ids=["fsdp", "tensor", "hybrid"],
+    ids=["fsdp", "tensor"],
 )
 def test_a_rank_holds_what_is_forecast_and_not_much_less(flags: dict[str, Any], spec: ParallelSpec) -> None:
     task = Words(SIZE, 2 * SAMPLES)
     fake_model = FakeModel(task, "fp32")
     model = count_model(task, fake_model, options.make_config({"optimizer": "adamw"}, None))
     tracer = Tracer(task, fake_model, few_samples(task), "fp32", on_gpu=False)
-    is_hybrid = flags["strategy"] == "hybrid"
     if spec.tensor > 1:
-        cut = (hybrid_sharded if is_hybrid else tensor_sharded)(task, fake_model.model(), spec.tensor)
-        spec = replace(spec, tensor_sharded=cut)
-    curve = tracer.curve(
-        SAMPLES,
-        recomputes=False,
-        is_sharded=False,
-        channels_last=False,
-        num_parts=spec.tensor,
-        is_hybrid=is_hybrid,
-    )
+        spec = replace(spec, tensor_sharded=tensor_sharded(task, fake_model.model(), spec.tensor))
+    curve = tracer.curve(SAMPLES, recomputes=False, is_sharded=False, channels_last=False, num_parts=spec.tensor)
     found = forecast(model, spec, curve, GIB)
     predicted = found.allocated_bytes - found.terms["workspace"]
     seen = simulated(flags)
