@@ -26,7 +26,6 @@ from stormo.launch.control import (
     JoinError,
     Peer,
     RefusedError,
-    Reported,
     configure,
     exit_code_of,
     other_release,
@@ -104,7 +103,7 @@ class Client(Control):
             self._server.socket.drain(timeout_s)
 
     def abandon(self) -> None:
-        """Close every descriptor in a forked child that shares them with its parent."""
+        """Close every descriptor in a forked child; unregistering one would change the parent's selector too."""
         if self._connecting is not None:
             self._connecting.close()
         if self._server is not None:
@@ -182,7 +181,7 @@ class Client(Control):
                 failure = Failure.from_message(message)
                 if failure is not None:
                     server.settled = True  # it ends now, too
-                    self._events.append(Reported(failure=failure))
+                    self._events.append(failure)
             elif kind == "end":
                 server.left = exit_code_of(message)
                 self._events.append(Ended(exit_code=server.left))

@@ -132,3 +132,26 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
         raise SettingError(
             f"{name}={text!r} was set", "it must be a whole number", "start again without overriding it"
         ) from None
+
+
+def read_master_port(environ: Mapping[str, str], default: int) -> int:
+    """The port that the user has set, or the default."""
+    return read_int(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else default
+
+
+def read_torch_variables(
+    environ: Mapping[str, str], launcher: str, *, node_id: str, num_nodes: str, port: str = "MASTER_PORT"
+) -> RankInfo:
+    """Who this process is by the variables that torch reads; the launcher has its own names for some."""
+    return RankInfo(
+        launcher=launcher,
+        rank=read_int(environ, "RANK"),
+        world_size=read_int(environ, "WORLD_SIZE"),
+        local_rank=read_int(environ, "LOCAL_RANK"),
+        local_size=read_int(environ, "LOCAL_WORLD_SIZE"),
+        node_id=read_int(environ, node_id),
+        num_nodes=read_int(environ, num_nodes),
+        master_addr=environ.get("MASTER_ADDR", ""),
+        master_port=read_int(environ, port),
+        host=host_name(),
+    )

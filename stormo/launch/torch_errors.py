@@ -52,7 +52,10 @@ _NATIVE = re.compile(rb"ProcessGroupNCCL|terminate called |  what\(\):  |Excepti
 _FRAMES = re.compile(r"^(?:\[rank \d+\] )?(?:Exception raised from .*|frame #\d+: .*)\n?", re.MULTILINE)
 _NCCL_PLACE = re.compile(r"(NCCL error) in: \S+\.cpp:\d+,")
 _NCCL_REASON = re.compile(r"Last error:\s*(\S.*)")
-_OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+_OUT_OF_MEMORY = (
+    *("out of memory", "STATUS_ALLOC_FAILED"),
+    *("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
+)
 # cuDNN says so when no algorithm's workspace can be had, but also when it has no algorithm at all.
 _PERHAPS_OUT_OF_MEMORY = ("unable to find an engine to execute this computation", "CUDNN_STATUS_NOT_SUPPORTED")
 _UNREDUCED = re.compile(r"did not receive grad for rank[^:]*:([\d ]*)")

@@ -117,10 +117,6 @@ class Worker:
         if self.running:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        """Kill the worker itself; helpers that notice it exit and remove shared memory."""
-        self.send_signal(signal.SIGKILL)
-
     def kill_group(self) -> None:
         """Kill what the worker has started and what still runs."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -231,10 +227,6 @@ class WorkerGroup:
             if stream.closed:
                 self._selector.unregister(stream)
 
-    def read_last_output(self, worker: Worker) -> None:
-        """Read what an exited worker left in its pipes."""
-        read_rest(worker.streams, self.read_output)
-
     def send_signal(self, number: int) -> None:
         """Send a signal to every worker."""
         for worker in self._workers:
@@ -242,14 +234,12 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Kill every worker, and read what they left in their pipes."""
-        for worker in self._workers:
-            worker.kill()
+        self.send_signal(signal.SIGKILL)
         read_rest(self._streams(), self.read_output)
 
     def close(self) -> None:
         """Leave no process behind, whatever happened, and no line unshown."""
-        for worker in self._workers:
-            worker.kill()
+        self.send_signal(signal.SIGKILL)  # of a worker alone: helpers that notice it exit and remove shared memory
         self._wait_for_helpers(time.monotonic() + self._timeouts.leftover_s)
         for worker in self._workers:
             worker.kill_group()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError
 from stormo.launch import slices
-from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, check_port, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, check_port, read_torch_variables
 from stormo.system.hardware import Gpu
 
 CHANNEL_FD = "STORMO_CHANNEL_FD"  # one end of a socket pair to the agent of the node
@@ -141,15 +141,5 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Who this worker is."""
-    return RankInfo(
-        launcher="local",
-        rank=read_int(environ, "RANK"),
-        world_size=read_int(environ, "WORLD_SIZE"),
-        local_rank=read_int(environ, "LOCAL_RANK"),
-        local_size=read_int(environ, "LOCAL_WORLD_SIZE"),
-        node_id=read_int(environ, "NODE_RANK"),
-        num_nodes=read_int(environ, "STORMO_NUM_NODES"),
-        master_addr=environ.get("MASTER_ADDR", ""),
-        master_port=read_int(environ, STORE_PORT if STORE_PORT in environ else "MASTER_PORT"),
-        host=host_name(),
-    )
+    port = STORE_PORT if STORE_PORT in environ else "MASTER_PORT"
+    return read_torch_variables(environ, "local", node_id="NODE_RANK", num_nodes="STORMO_NUM_NODES", port=port)
