@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stormo.energy.meter import MAX_ERROR
@@ -51,14 +51,14 @@ class AttemptBill:
 class Bill:
     """The energy of a run; `total_j` is the sum of `parts_j`."""
 
-    total_j: float | None  # None: no source was read anywhere
-    total_error_j: float
-    parts_j: dict[str, float]
-    error_j: dict[str, float]  # by part
-    kinds_j: dict[str, float]  # "gpu", "cpu", "dram"
-    nodes: tuple[NodeBill, ...]
-    attempts: tuple[AttemptBill, ...]
-    intervals: tuple[Interval, ...]  # by node, in order of time
+    total_j: float | None = None  # None: no source was read anywhere
+    total_error_j: float = 0.0
+    parts_j: dict[str, float] = field(default_factory=dict)
+    error_j: dict[str, float] = field(default_factory=dict)  # by part
+    kinds_j: dict[str, float] = field(default_factory=dict)  # "gpu", "cpu", "dram"
+    nodes: tuple[NodeBill, ...] = ()
+    attempts: tuple[AttemptBill, ...] = ()
+    intervals: tuple[Interval, ...] = ()  # by node, in order of time
     reasons: tuple[str, ...]  # what is missing from the figures, or included besides the job
 
     @property

@@ -29,24 +29,25 @@ class _Gpu(TypedDict, total=False):
 
 
 # What a line holds, by name and type.
-_HINTS: Mapping[str, Any] = {
-    "kind": str,
-    "time_unix_s": float,
-    "host": str | None,
-    "machine": str | None,
-    "phase": str,
-    "num_nodes": int,
-    "step": int | None,
-    "to_step": int,
-    "resumed_at_step": int | None,
-    "sources": list[_Source],
-    "missing": list[Mapping[str, str]],
-    "notes": list[str],
-    "joules": Mapping[str, float],
-    "waiting_s": Mapping[str, float | None] | None,
-    "gpus": list[_Gpu] | None,
-}
-_LINE = Fields(_HINTS)
+_LINE = Fields(
+    {
+        "kind": str,
+        "time_unix_s": float,
+        "host": str | None,
+        "machine": str | None,
+        "phase": str,
+        "num_nodes": int,
+        "step": int | None,
+        "to_step": int,
+        "resumed_at_step": int | None,
+        "sources": list[_Source],
+        "missing": list[Mapping[str, str]],
+        "notes": list[str],
+        "joules": Mapping[str, float],
+        "waiting_s": Mapping[str, float | None] | None,
+        "gpus": list[_Gpu] | None,
+    }
+)
 
 
 @dataclass(slots=True)
