@@ -183,20 +183,18 @@ class PeerReporter(FailureReporter):
 
     def _connect(self, address_book: AddressBook | None, timeouts: ChannelTimeouts, hello: Hello) -> Client | Server:
         info = self._info
-        secret = job_secret(os.environ, info.master_port)
+        secret, address = job_secret(os.environ, info.master_port), rank_0_address(info)
         if not info.is_main:
             look = None if address_book is None else lambda: _address_in(address_book.read())
-            address = rank_0_address(info)
             return Client(
                 address, info.master_port, hello, secret=secret, timeouts=timeouts, noun="rank", find_server=look
             )
-        number = rank_0_address(info)
-        listener = listen(number, info.master_port if address_book is None else 0, backlog=BACKLOG)
-        self.store_address = open_store_address(info, number)
+        listener = listen(address, info.master_port if address_book is None else 0, backlog=BACKLOG)
+        self.store_address = open_store_address(info, address)
         payload = self.store_address.described()
         server = Server(listener, hello, secret=secret, timeouts=timeouts, noun="rank", payload=payload)
         if address_book is not None:
-            address_book.write(f"{number} {listener.getsockname()[1]}")
+            address_book.write(f"{address} {listener.getsockname()[1]}")
         return server
 
     # --- what the rank calls -------------------------------------------------------------------------------------

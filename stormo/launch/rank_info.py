@@ -60,7 +60,10 @@ class RankInfo:
             )
         if not self.master_addr:
             raise self._contradiction("an empty master address", "the other ranks could not find rank 0")
-        check_port(self.master_port, "master port")
+        if not 1024 <= self.master_port <= 65535:  # no TCP port, or one that only root may bind
+            raise SettingError(
+                f"master port {self.master_port} was set", "it must lie within 1024 to 65535", "choose one of those"
+            )
 
     def _contradiction(self, what: str, why: str) -> SettingError:
         return SettingError(
@@ -99,12 +102,6 @@ def alone() -> RankInfo:
 def host_name() -> str:
     """The name of this machine as its administrators know it."""
     return socket.gethostname() or os.uname().nodename
-
-
-def check_port(port: int, name: str) -> None:
-    """Refuse a number that no TCP port can have, and the ports only root may bind."""
-    if not 1024 <= port <= 65535:
-        raise SettingError(f"{name} {port} was set", "it must lie within 1024 to 65535", "choose one of those")
 
 
 def derived_port(*parts: int | str) -> int:
