@@ -6,7 +6,6 @@ subgroup of one worker does not communicate.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -135,21 +134,13 @@ class ParallelDims:
 
     def ranks(self, axes: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
         """The ranks along these axes through a coordinate of the mesh."""
-        spans = [
-            range(size) if axis in axes else range(at[axis], at[axis] + 1)
-            for axis, size in zip(AXES, self.mesh.sizes, strict=True)
-        ]
-        return tuple(self._rank_at(coordinates) for coordinates in itertools.product(*spans))
+        fixed = {axis: at[axis] for axis in AXES if axis not in axes}
+        return tuple(rank for rank in range(self.mesh.size) if self.mesh.coordinates(rank).items() >= fixed.items())
 
     def _groups(self, axes: Sequence[str]) -> list[list[int]]:
         """The ranks of every subgroup along these axes."""
-        origins = itertools.product(
-            *(range(1 if axis in axes else size) for axis, size in zip(AXES, self.mesh.sizes, strict=True))
-        )
-        return [list(self.ranks(axes, dict(zip(AXES, at, strict=True)))) for at in origins]
-
-    def _rank_at(self, coordinates: Sequence[int]) -> int:
-        rank = 0
-        for index, size in zip(coordinates, self.mesh.sizes, strict=True):
-            rank = rank * size + index
-        return rank
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.mesh.size):
+            at = self.mesh.coordinates(rank)
+            found.setdefault(tuple(at[axis] for axis in AXES if axis not in axes), []).append(rank)
+        return list(found.values())

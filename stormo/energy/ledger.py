@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stormo.energy.meter import MAX_ERROR
@@ -47,32 +47,18 @@ class AttemptBill:
     is_ended: bool  # False: killed, or still running
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BilledInterval:
-    """The energy of one node between two of its lines, by part."""
-
-    node_id: str
-    attempt: int
-    begin_unix_s: float
-    end_unix_s: float
-    step: int
-    joules: float
-    parts_j: dict[str, float]
-    kinds_j: dict[str, float]  # "gpu", "cpu", "dram"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bill:
     """The energy of a run; `total_j` is the sum of `parts_j`."""
 
-    total_j: float | None  # None: no source was read anywhere
-    total_error_j: float
-    parts_j: dict[str, float]
-    error_j: dict[str, float]  # by part
-    kinds_j: dict[str, float]  # "gpu", "cpu", "dram"
-    nodes: tuple[NodeBill, ...]
-    attempts: tuple[AttemptBill, ...]
-    intervals: tuple[BilledInterval, ...]  # by node, in order of time
+    total_j: float | None = None  # None: no source was read anywhere
+    total_error_j: float = 0.0
+    parts_j: dict[str, float] = field(default_factory=dict)
+    error_j: dict[str, float] = field(default_factory=dict)  # by part
+    kinds_j: dict[str, float] = field(default_factory=dict)  # "gpu", "cpu", "dram"
+    nodes: tuple[NodeBill, ...] = ()
+    attempts: tuple[AttemptBill, ...] = ()
+    intervals: tuple[Interval, ...] = ()  # by node, in order of time
     reasons: tuple[str, ...]  # what is missing from the figures, or included besides the job
 
     @property
@@ -89,7 +75,7 @@ class Bill:
         """Joules of all nodes and attempts up to a moment; None where nothing was read."""
         if self.total_j is None:
             return None
-        return math.fsum(one.joules * _share_until(one, time_unix_s) for one in self.intervals)
+        return math.fsum(one.joules_until(time_unix_s) for one in self.intervals)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,27 +106,28 @@ def read_bill(run_folder: Path) -> Bill:
     for members in attempts:
         reasons += count_once(members)
     mark_lost(attempts)
-    is_measured = any(section.sources for section in sections)
-    billed = [
-        _billed(section, number, interval)
-        for number, members in enumerate(attempts, start=1)
-        for section in members
-        for interval in section.intervals
-    ]
-    by_node: dict[str, list[BilledInterval]] = {path.stem: [] for path in files}
-    for interval in sorted(billed, key=lambda one: one.begin_unix_s):
-        by_node[interval.node_id].append(interval)
+    by_node: dict[str, list[Interval]] = {path.stem: [] for path in files}
+    for number, members in enumerate(attempts, start=1):
+        for section in members:
+            for interval in section.intervals:
+                interval.attempt = number
+                kinds = ((str(section.sources[key]["kind"]), joules) for key, joules in interval.sources_j.items())
+                interval.kinds_j = _sums(kinds)
+                by_node[section.node_id].append(interval)
+    for own in by_node.values():
+        own.sort(key=lambda one: one.begin_unix_s)
+    intervals = tuple(itertools.chain.from_iterable(by_node.values()))
     errors_j, total_error_j = _errors(sections)
-    parts_j = _sum_parts(billed) if is_measured else {}
+    total_j, parts_j = _by_part(sections, intervals)
     return Bill(
-        total_j=math.fsum(parts_j.values()) if is_measured else None,
+        total_j=total_j,
         total_error_j=total_error_j,
         parts_j=parts_j,
         error_j={part: errors_j.get(part, 0.0) for part in parts_j},
-        kinds_j=_sum_kinds(sections),
+        kinds_j=_by_kind(sections),
         nodes=tuple(_node_bill(node_id, sections, own) for node_id, own in by_node.items()),
         attempts=tuple(_attempt_bill(number, members) for number, members in enumerate(attempts, start=1)),
-        intervals=tuple(itertools.chain.from_iterable(by_node.values())),
+        intervals=intervals,
         reasons=tuple(dict.fromkeys(reasons + reasons_of(attempts))),
     )
 
@@ -155,74 +142,36 @@ def _merge_seams(section: Section) -> None:
                 one.phase, one.is_after_save = after[0].phase, after[0].is_after_save
 
 
-def _parts(interval: Interval) -> dict[str, float]:
-    """The shares of one interval by part; they add up to one."""
-    if interval.is_lost:
-        return {"recomputed": 1.0}
-    if interval.phase == "training":
-        return {"training": 1.0 - interval.waiting, "waiting": interval.waiting}
-    return {interval.phase: 1.0}
+def _sums(figures: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The sum of the figures of each name."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for name, figure in figures:
+        by_name[name].append(figure)
+    return {name: math.fsum(found) for name, found in by_name.items()}
 
 
-def _billed(section: Section, number: int, interval: Interval) -> BilledInterval:
-    joules = math.fsum(interval.joules.values())
-    kinds_j: dict[str, float] = defaultdict(float)
-    for source_id, drawn_j in interval.joules.items():
-        kinds_j[str(section.sources[source_id]["kind"])] += drawn_j
-    return BilledInterval(
-        node_id=section.node_id,
-        attempt=number,
-        begin_unix_s=interval.begin_unix_s,
-        end_unix_s=interval.end_unix_s,
-        step=interval.step,
-        joules=joules,
-        parts_j={part: joules * share for part, share in _parts(interval).items()},
-        kinds_j=dict(kinds_j),
-    )
+def _by_part(sections: Iterable[Section], intervals: Iterable[Interval]) -> tuple[float | None, dict[str, float]]:
+    """The joules of all parts together and of each; None and nothing where no source was read."""
+    if not any(section.sources for section in sections):
+        return None, {}
+    parts_j = dict.fromkeys(PARTS, 0.0) | _sums(part for one in intervals for part in one.parts_j.items())
+    return math.fsum(parts_j.values()), parts_j
 
 
-def _share_until(interval: BilledInterval, time_unix_s: float) -> float:
-    seconds = interval.end_unix_s - interval.begin_unix_s
-    if seconds <= 0:
-        return float(interval.end_unix_s <= time_unix_s)
-    return min(max((time_unix_s - interval.begin_unix_s) / seconds, 0.0), 1.0)
+def _by_kind(sections: Iterable[Section]) -> dict[str, float]:
+    return _sums((str(source["kind"]), one.drawn_j[key]) for one in sections for key, source in one.sources.items())
 
 
-def _sum_parts(billed: Iterable[BilledInterval]) -> dict[str, float]:
-    by_part: dict[str, list[float]] = {part: [] for part in PARTS}
-    for interval in billed:
-        for part, joules in interval.parts_j.items():
-            by_part[part].append(joules)
-    return {part: math.fsum(joules) for part, joules in by_part.items()}
-
-
-def _sum_sources(sections: Iterable[Section]) -> dict[str, float]:
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for section in sections:
-        for source_id in section.sources:
-            by_source[source_id].append(section.joules_of(source_id))
-    return {source_id: math.fsum(joules) for source_id, joules in by_source.items()}
-
-
-def _sum_kinds(sections: Iterable[Section]) -> dict[str, float]:
-    by_kind: dict[str, list[float]] = defaultdict(list)
-    for section in sections:
-        for source_id, source in section.sources.items():
-            by_kind[str(source["kind"])].append(section.joules_of(source_id))
-    return {kind: math.fsum(joules) for kind, joules in by_kind.items()}
-
-
-def _node_bill(node_id: str, sections: Iterable[Section], billed: Iterable[BilledInterval]) -> NodeBill:
+def _node_bill(node_id: str, sections: Iterable[Section], intervals: Iterable[Interval]) -> NodeBill:
     own = [section for section in sections if section.node_id == node_id]
-    is_measured = any(section.sources for section in own)
-    parts_j = _sum_parts(billed) if is_measured else {}
+    total_j, parts_j = _by_part(own, intervals)
     return NodeBill(
         node_id=node_id,
         host=", ".join(dict.fromkeys(section.host for section in own)),
-        total_j=math.fsum(parts_j.values()) if is_measured else None,
+        total_j=total_j,
         parts_j=parts_j,
-        sources_j=_sum_sources(own),
-        kinds_j=_sum_kinds(own),
+        sources_j=_sums((key, section.drawn_j[key]) for section in own for key in section.sources),
+        kinds_j=_by_kind(own),
     )
 
 
@@ -233,7 +182,7 @@ def _attempt_bill(number: int, members: Sequence[Section]) -> AttemptBill:
         begin_unix_s=min(section.begin_unix_s for section in members),
         end_unix_s=max(section.end_unix_s for section in members),
         resumed_at_step=members[0].resumed_at_step,
-        total_j=math.fsum(_sum_kinds(members).values()) if is_measured else None,
+        total_j=math.fsum(_by_kind(members).values()) if is_measured else None,
         num_nodes=max(section.num_nodes for section in members),
         node_ids=tuple(section.node_id for section in members),
         is_ended=all(section.is_ended for section in members),
@@ -242,23 +191,19 @@ def _attempt_bill(number: int, members: Sequence[Section]) -> AttemptBill:
 
 def _errors(sections: Iterable[Section]) -> tuple[dict[str, float], float]:
     """How wrong each part and the total can be: at every boundary, power × interval of every source."""
-    by_part: dict[str, list[float]] = defaultdict(list)
+    by_part: list[tuple[str, float]] = []
     ends = []
     for section in sections:
-        runs = _runs(section.intervals)
+        # Between consecutive intervals of the same part there is no error.
+        grouped = itertools.groupby(section.intervals, lambda one: one.is_lost or one.phase)
+        runs = [list(run) for _, run in grouped]
         for before, after in zip([[], *runs], [*runs, []], strict=True):  # both ends of the attempt are boundaries too
             error_j = _error_at(section, before, after)
             if not before or not after:
                 ends.append(error_j)
-            for side in (before[-1:], after[:1]):
-                for part, share in (_parts(side[0]) if side else {}).items():
-                    by_part[part].append(error_j * share)
-    return {part: math.fsum(errors) for part, errors in by_part.items()}, math.fsum(ends)
-
-
-def _runs(intervals: Iterable[Interval]) -> list[list[Interval]]:
-    """Consecutive intervals of the same part: there is no error between them."""
-    return [list(run) for _, run in itertools.groupby(intervals, lambda one: one.is_lost or one.phase)]
+            for side in (*before[-1:], *after[:1]):
+                by_part += [(part, error_j * share) for part, share in side.shares.items()]
+    return _sums(by_part), math.fsum(ends)
 
 
 def _error_at(section: Section, before: Sequence[Interval], after: Sequence[Interval]) -> float:
@@ -269,7 +214,7 @@ def _error_at(section: Section, before: Sequence[Interval], after: Sequence[Inte
         power_w = 0.0
         for side, seconds in sides:  # the larger one: a short side does not show its power
             if seconds > 0:
-                power_w = max(power_w, sum(one.joules.get(source_id, 0.0) for one in side) / seconds)
+                power_w = max(power_w, sum(one.sources_j.get(source_id, 0.0) for one in side) / seconds)
         errors.append(power_w * float(source["interval_s"]) + float(source["resolution_j"]))
     return math.fsum(errors)
 
@@ -316,7 +261,7 @@ def mark_lost(attempts: Sequence[Sequence[Section]]) -> None:
 def count_once(members: Sequence[Section]) -> list[str]:
     """Count a device that several nodes of one machine have read at one of them only; return the reasons."""
     owner_of, reasons = owners(
-        (section.machine, source_id, section.node_id, section.joules_of(source_id))
+        (section.machine, source_id, section.node_id, section.drawn_j[source_id])
         for section in members
         for source_id in section.sources
     )
@@ -325,7 +270,7 @@ def count_once(members: Sequence[Section]) -> list[str]:
             if owner_of[section.machine, source_id] != section.node_id:
                 del section.sources[source_id]
                 for interval in section.intervals:
-                    interval.joules.pop(source_id, None)
+                    interval.sources_j.pop(source_id, None)
     return reasons
 
 

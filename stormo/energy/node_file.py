@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
@@ -28,43 +29,73 @@ class _Gpu(TypedDict, total=False):
 
 
 # What a line holds, by name and type.
-_HINTS: Mapping[str, Any] = {
-    "kind": str,
-    "time_unix_s": float,
-    "host": str | None,
-    "machine": str | None,
-    "phase": str,
-    "num_nodes": int,
-    "step": int | None,
-    "to_step": int,
-    "resumed_at_step": int | None,
-    "sources": list[_Source],
-    "missing": list[Mapping[str, str]],
-    "notes": list[str],
-    "joules": Mapping[str, float],
-    "waiting_s": Mapping[str, float | None] | None,
-    "gpus": list[_Gpu] | None,
-}
-_LINE = Fields(_HINTS)
+_LINE = Fields(
+    {
+        "kind": str,
+        "time_unix_s": float,
+        "host": str | None,
+        "machine": str | None,
+        "phase": str,
+        "num_nodes": int,
+        "step": int | None,
+        "to_step": int,
+        "resumed_at_step": int | None,
+        "sources": list[_Source],
+        "missing": list[Mapping[str, str]],
+        "notes": list[str],
+        "joules": Mapping[str, float],
+        "waiting_s": Mapping[str, float | None] | None,
+        "gpus": list[_Gpu] | None,
+    }
+)
 
 
 @dataclass(slots=True)
 class Interval:
     """The energy of a node between two lines of its file."""
 
+    node_id: str
     begin_unix_s: float
     end_unix_s: float
     step: int  # at its end
     phase: str
-    joules: dict[str, float]  # by source
+    sources_j: dict[str, float]  # by source id
     is_after_save: bool  # training after the checkpoint of its step, lost by a rollback to that step
     waiting: float = 0.0  # share of its time spent waiting
     is_lost: bool = False  # recomputed later
+    attempt: int = 1
+    kinds_j: dict[str, float] = field(default_factory=dict)  # "gpu", "cpu", "dram"
 
     @property
     def seconds(self) -> float:
         """How long it took."""
         return self.end_unix_s - self.begin_unix_s
+
+    @property
+    def joules(self) -> float:
+        """The energy of all sources."""
+        return math.fsum(self.sources_j.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By part of the bill; they add up to one."""
+        if self.is_lost:
+            return {"recomputed": 1.0}
+        if self.phase == "training":
+            return {"training": 1.0 - self.waiting, "waiting": self.waiting}
+        return {self.phase: 1.0}
+
+    @property
+    def parts_j(self) -> dict[str, float]:
+        """Its energy by part of the bill."""
+        joules = self.joules
+        return {part: joules * share for part, share in self.shares.items()}
+
+    def joules_until(self, time_unix_s: float) -> float:
+        """Its energy up to a moment."""
+        if self.seconds <= 0:
+            return self.joules * float(self.end_unix_s <= time_unix_s)
+        return self.joules * min(max((time_unix_s - self.begin_unix_s) / self.seconds, 0.0), 1.0)
 
     def lose_after(self, step: float) -> None:
         """Mark it as lost if a rollback to this step loses it."""
@@ -95,10 +126,6 @@ class Section:
     def end_unix_s(self) -> float:
         """When its last line was written."""
         return self.intervals[-1].end_unix_s if self.intervals else self.begin_unix_s
-
-    def joules_of(self, source_id: str) -> float:
-        """The energy of one source."""
-        return self.drawn_j.get(source_id, 0.0)
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -194,11 +221,12 @@ class _Reader:
         drawn_j = self.section.drawn_j
         reading = {key: float(value) for key, value in entry["joules"].items() if key in drawn_j}
         interval = Interval(
+            node_id=self.section.node_id,
             begin_unix_s=self._time_s,
             end_unix_s=max(time_s, self._time_s),
             step=step,
             phase=phase,
-            joules={key: value - drawn_j[key] for key, value in reading.items()},
+            sources_j={key: value - drawn_j[key] for key, value in reading.items()},
             is_after_save=phase == "training" and step == self._saved_step,
         )
         self._time_s = interval.end_unix_s

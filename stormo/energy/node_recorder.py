@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class NodeRecorder:
             "resumed_at_step": resumed_at_step,
             "step": step,
             "sources": [source.as_json() for source in self._meter.sources],
-            "missing": [missing.as_json() for missing in self._meter.missing],
+            "missing": [asdict(missing) for missing in self._meter.missing],
             "notes": list(self._logged_notes),
         }
         try:

@@ -38,10 +38,6 @@ class Missing:
     kind: str
     reason: str
 
-    def as_json(self) -> dict[str, str]:
-        """What a node's file says of it."""
-        return {"kind": self.kind, "reason": self.reason}
-
 
 class Probe(Protocol):
     """Reads some sources; time, wrap-arounds and integration are the meter's."""
@@ -154,6 +150,7 @@ def open_nvidia(
 
 POWERCAP = Path("/sys/class/powercap")
 _RAPL_REFRESH_S = 0.001
+_NO_PACKAGE = "a virtual machine, a container without it, or a CPU or kernel without RAPL"
 _RESOLUTION_J = 2.0**-14  # the coarsest energy unit of current CPUs
 
 
@@ -171,17 +168,17 @@ class _Zone:
 class RaplProbe:
     """Some zones whose counters can be read."""
 
-    def __init__(self, sources: tuple[Source, ...], counters: Mapping[str, Path], notes: tuple[str, ...] = ()) -> None:
-        self.sources = sources
+    def __init__(self, root: Path, sources: Sequence[Source], notes: tuple[str, ...]) -> None:
+        self.sources = tuple(sources)
         self.notes = notes
-        self._counters = dict(counters)
+        self._root = root
 
     def read(self) -> Mapping[str, float]:
         """Joules by zone, up to where each begins again."""
         values = {}
-        for source_id, path in self._counters.items():
+        for source in self.sources:
             try:
-                values[source_id] = int(path.read_text()) / 1e6
+                values[source.id] = int((self._root / source.id / "energy_uj").read_text()) / 1e6
             except (OSError, ValueError):
                 continue
         return values
@@ -195,8 +192,8 @@ def open_rapl(root: Path | None = None) -> tuple[RaplProbe | None, list[Missing]
     root = root or POWERCAP
     zones = _zones(root)
     if not any(zone.kind == "cpu" for zone in zones):
-        return None, [Missing(kind="cpu", reason=_why_none(root))]
-    missing, sources, counters = [], [], {}
+        return None, [Missing(kind="cpu", reason=f"{root} shows no CPU package: {_NO_PACKAGE}")]
+    missing, sources = [], []
     if not any(zone.kind == "dram" for zone in zones):
         missing.append(Missing(kind="dram", reason=f"{root} has no dram zone: this CPU does not count its memory"))
     refused: dict[str, list[_Zone]] = {}
@@ -210,7 +207,6 @@ def open_rapl(root: Path | None = None) -> tuple[RaplProbe | None, list[Missing]
         except (OSError, ValueError) as error:
             missing.append(Missing(kind=zone.kind, reason=f"{zone.name}: {zone.folder} cannot be read ({error})"))
             continue
-        counters[zone.folder.name] = zone.counter
         sources.append(
             Source(
                 id=zone.folder.name,
@@ -223,7 +219,7 @@ def open_rapl(root: Path | None = None) -> tuple[RaplProbe | None, list[Missing]
             )
         )
     missing += [Missing(kind=kind, reason=_why_refused(found)) for kind, found in refused.items()]
-    return (RaplProbe(tuple(sources), counters, _shared()) if sources else None), missing
+    return (RaplProbe(root, sources, _shared()) if sources else None), missing
 
 
 def _zones(root: Path) -> list[_Zone]:
@@ -249,10 +245,6 @@ def _shared() -> tuple[str, ...]:
     if own >= all_cpus:
         return ()
     return (f"this job may use {own} of {all_cpus} CPUs: the energy of the packages is that of all of them",)
-
-
-def _why_none(root: Path) -> str:
-    return f"{root} shows no CPU package: a virtual machine, a container without it, or a CPU or kernel without RAPL"
 
 
 def _why_refused(zones: list[_Zone]) -> str:

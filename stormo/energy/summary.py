@@ -8,7 +8,7 @@ from typing import Any
 from stormo.config.schema import Energy
 from stormo.energy.ledger import JOULES_PER_KWH, Bill, cost
 
-_OFF = "measuring was turned off (--no-energy)"
+_NO_BILL = Bill(reasons=("measuring was turned off (--no-energy)",))
 SMALLEST_SHOWN_SHARE = 0.005
 _JOULES_PER_WH = JOULES_PER_KWH / 1e3
 _PREFIXES = (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3))
@@ -19,24 +19,22 @@ def energy_summary(
     bill: Bill | None, settings: Energy, *, num_samples: int, target_unix_s: float | None
 ) -> dict[str, Any]:
     """The keys of `summary.json`; None for what was not measured, and the reasons beside it."""
-    total_j = None if bill is None else bill.total_j
-    costs = None if bill is None else cost(bill, settings.grid_intensity, settings.energy_price)
+    bill = bill or _NO_BILL
+    total_j, costs = bill.total_j, cost(bill, settings.grid_intensity, settings.energy_price)
     return {
         "energy_j": total_j,
-        "energy_error_j": bill.total_error_j if bill is not None and total_j is not None else None,
-        "energy_wh": None if bill is None else bill.total_wh,
-        "energy_kinds_j": bill.kinds_j if bill else {},
-        "energy_parts_j": bill.parts_j if bill else {},
-        "energy_parts_error_j": bill.error_j if bill else {},
+        "energy_error_j": None if total_j is None else bill.total_error_j,
+        "energy_wh": bill.total_wh,
+        "energy_kinds_j": bill.kinds_j,
+        "energy_parts_j": bill.parts_j,
+        "energy_parts_error_j": bill.error_j,
         "energy_j_per_sample": total_j / num_samples if total_j is not None and num_samples else None,
-        "energy_to_target_j": bill.joules_until(target_unix_s) if bill and target_unix_s is not None else None,
-        "energy_nodes": [{"node_id": node.node_id, "host": node.host, "energy_j": node.total_j} for node in bill.nodes]
-        if bill
-        else [],
-        "energy_reasons": list(bill.reasons) if bill else [_OFF],
-        "co2e_g": costs.co2e_g if costs else None,
-        "energy_cost": costs.money if costs else None,
-        "currency": settings.currency if costs and costs.money is not None else None,
+        "energy_to_target_j": None if target_unix_s is None else bill.joules_until(target_unix_s),
+        "energy_nodes": [{"node_id": one.node_id, "host": one.host, "energy_j": one.total_j} for one in bill.nodes],
+        "energy_reasons": list(bill.reasons),
+        "co2e_g": costs.co2e_g,
+        "energy_cost": costs.money,
+        "currency": None if costs.money is None else settings.currency,
     }
 
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED
-from stormo.launch.control import Control, Ended, Hello, RankEnded
+from stormo.launch.control import Ended, Hello, RankEnded
 from stormo.launch.environments.local import Node
 from stormo.launch.failure import (
     CLEAN_EXIT_CODES,
@@ -28,7 +28,7 @@ from stormo.launch.failure import (
     of_stop,
     of_watchdog,
 )
-from stormo.launch.output import LogMultiplexer, Stream
+from stormo.launch.output import LogMultiplexer, Stream, read_rest
 from stormo.launch.rank_info import host_name
 from stormo.launch.rendezvous import Rendezvous, StoppedError, join_nodes
 from stormo.launch.root_cause import FailureCollector, FailureEvent, MissingRank, Severity, severity_of
@@ -94,147 +94,6 @@ def run_node(
         return code
 
 
-class WorkerFailures(FailureCollector):
-    """The failures that the agent of one node knows of."""
-
-    def __init__(
-        self,
-        node: Node,
-        workers: WorkerGroup,
-        control: Control | None,
-        *,
-        log: LogMultiplexer,
-        timeout_s: float,
-        timeouts: AgentTimeouts,
-    ) -> None:
-        is_first, several_nodes = node.node_id == 0, node.num_nodes > 1
-        super().__init__(timeouts.settle, noun="node", several_nodes=several_nodes, is_first=is_first)
-        self.forwarded: set[int] = set()  # signals that the workers were sent
-        self._node = node
-        self._host = host_name()
-        self._workers = workers
-        self._control = control
-        self._log = log
-        self._timeout_s = timeout_s
-        self._timeouts = timeouts
-
-    def add(
-        self,
-        failure: Failure,
-        *,
-        rank: int | None = None,
-        severity: Severity = Severity.CAUSE,
-        from_other: bool = False,
-    ) -> None:
-        """Add a failure; a complaint of this node goes to node 0, which may know the cause."""
-        super().add(failure, rank=rank, severity=severity, from_other=from_other)
-        if self._control is not None and failure.secondary and not from_other:
-            self._control.report(failure)
-
-    def receive(self, worker: Worker) -> None:
-        """Read a worker's messages, and add the failure that it reports."""
-        failure = self._workers.receive(worker)
-        if failure is not None:
-            self.add(failure, rank=worker.rank)
-
-    def check_exits(self) -> None:
-        """Add every worker that has just exited without a report."""
-        for worker in self._workers:
-            if not worker.poll():
-                continue
-            if worker.channel_closed_at is None:
-                self.receive(worker)  # its last messages
-            if worker.failure is None:
-                self._add_exit(worker)
-        if self._timeouts.runs_script and not self.forwarded:
-            self._check_exits_before_world()
-
-    def _add_exit(self, worker: Worker) -> None:
-        code, rank, host = worker.exit_code, worker.rank, self._host
-        assert code is not None
-        if code == 0 and not worker.has_left and not self._timeouts.runs_script:
-            self.add(of_early_exit(rank=rank, host=host), rank=rank)
-        elif code in CLEAN_EXIT_CODES:
-            self._exits.append(RankEnded(rank=rank, host=host, exit_code=code))
-            if self._control is not None:
-                self._control.rank_ended(rank, code)
-        elif -code in self.forwarded:
-            self.add(of_stop(-code, rank=rank, host=host), rank=rank)
-        elif code < 0:
-            complaint = self._watchdog_complaint(worker) if code == -signal.SIGABRT else None
-            failure = complaint or of_signal(-code, rank=rank, host=host)
-            self.add(failure, rank=rank, severity=severity_of(code))
-        else:
-            self.add(of_exit(code, rank=rank, host=host, keeps_code=self._timeouts.runs_script), rank=rank)
-
-    def _watchdog_complaint(self, worker: Worker) -> Failure | None:
-        self._workers.read_last_output(worker)
-        worker.failure = of_watchdog(self._log.last_lines(worker.rank), rank=worker.rank, host=self._host)
-        return worker.failure
-
-    def _check_exits_before_world(self) -> None:
-        """Add a worker that exited cleanly without stormo.World() while another one is inside it: all must join.
-
-        A channel that is still open may be in use by a process that the worker has started.
-        """
-        waiting = next((one.rank for one in self._workers if one.running and one.heard_at is not None), None)
-        for worker in self._workers:
-            code, is_silent = worker.exit_code, worker.heard_at is None and worker.channel_closed_at is not None
-            if waiting is None or not is_silent or worker.failure is not None or code not in CLEAN_EXIT_CODES:
-                continue
-            worker.failure = of_exit_before_world(code, rank=worker.rank, host=self._host, waiting=waiting)
-            self.add(worker.failure, rank=worker.rank)
-
-    def check_heartbeats(self) -> None:
-        """Warn of a worker without a heartbeat, and add one that is silent beyond the timeout."""
-        now = time.monotonic()
-        for worker in self._workers:
-            if not worker.running or worker.has_left or worker.failure is not None:
-                continue
-            heard_at = worker.started_at if worker.heard_at is None else worker.heard_at
-            silent_s, first_sign_s = now - heard_at, self._timeouts.first_sign_s
-            limit_s = self._timeout_s if worker.heard_at is not None else max(self._timeout_s, first_sign_s or 0.0)
-            if silent_s <= min(limit_s, self._timeouts.silent_warning_s):
-                continue
-            if worker.heard_at is None and self._timeouts.runs_script:
-                continue
-            what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
-            if silent_s > limit_s:
-                who = f"rank {worker.rank} (pid {worker.pid})"
-                worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
-                self.add(worker.failure, rank=worker.rank)
-            elif worker.heard_at is not None and worker.silent_since is None:  # before, it still loads its libraries
-                worker.silent_since = heard_at
-                self._log.say(f"rank {worker.rank} (pid {worker.pid}) {what}")
-
-    def _is_complete(self) -> bool:
-        return not self._several_nodes and not self._workers.is_running
-
-    def _missing(self, waiting: set[int]) -> list[MissingRank]:
-        others = [worker for worker in self._workers if worker.running and worker.failure is None]
-        return [
-            MissingRank(rank=one.rank, host=self._host, state=self._state(one), has_joined=self._has_joined(one))
-            for one in others
-        ]
-
-    def _elsewhere(self, waiting: set[int]) -> list[int]:
-        if self._node.node_id != 0:  # to which all complaints go
-            return []
-        known = waiting | {worker.rank for worker in self._workers}
-        return [rank for rank in range(self._node.world_size) if rank not in known]
-
-    def _has_joined(self, worker: Worker) -> bool:
-        return worker.heard_at is not None or not self._timeouts.runs_script
-
-    def _state(self, worker: Worker) -> str:
-        runs_script = self._timeouts.runs_script
-        call = "" if worker.step is None else f" is at step {worker.step}"
-        call = " has called world.close()" if worker.has_left and runs_script else call
-        call = call if self._has_joined(worker) else " has not called stormo.World()"
-        line = f", in {worker.line}" if worker.line and runs_script and not worker.has_left else ""
-        return f"(pid {worker.pid}){call}: {worker.state()}{line}"
-
-
 class Agent:
     """The loop around the workers of one node."""
 
@@ -249,6 +108,7 @@ class Agent:
         timeouts: AgentTimeouts,
     ) -> None:
         self._node = node
+        self._host = host_name()
         self._rendezvous = rendezvous
         self._control = rendezvous.control
         self._signals = signals
@@ -257,9 +117,9 @@ class Agent:
         self._timeouts = timeouts
         self._selector = selectors.DefaultSelector()
         self._workers = WorkerGroup(self._selector, log, timeouts)
-        self._failures = WorkerFailures(
-            node, self._workers, self._control, log=log, timeout_s=timeout_s, timeouts=timeouts
-        )
+        is_first, several_nodes = node.node_id == 0, node.num_nodes > 1
+        self._failures = FailureCollector(timeouts.settle, noun="node", several_nodes=several_nodes, is_first=is_first)
+        self.forwarded: set[int] = set()  # signals that the workers were sent
         self._stop_deadline: float | None = None
         self._interrupt_deadline: float | None = None
         # A script may open torch's process group itself; only node 0 can see whether it did.
@@ -283,18 +143,13 @@ class Agent:
         while self._exit_code is None:
             self._wait()
             self._look_for_script_group()
-            self._failures.check_exits()
-            self._failures.check_heartbeats()
+            self._check_exits()
+            self._check_heartbeats()
             self._check_stop_deadline()
             if not self._failures and not self._workers.is_vanishing:
                 self._log.show_held_lines()  # else the cause of what is about to fail comes first
             self._decide()
         return self._exit_code
-
-    @property
-    def forwarded(self) -> set[int]:
-        """The signals that the workers were sent."""
-        return self._failures.forwarded
 
     def close(self) -> None:
         """Leave no process behind, whatever happened, and no line of theirs unshown."""
@@ -312,7 +167,7 @@ class Agent:
             if key.fileobj is self._signals:
                 self._handle_signals()
             elif isinstance(key.data, Worker):
-                self._failures.receive(key.data)
+                self._receive(key.data)
             elif isinstance(key.data, Stream):
                 self._workers.read_output(key.data)
         self._poll_control()
@@ -366,6 +221,112 @@ class Agent:
             exit_code=EXIT_FAILURE,
         )
 
+    # --- what fails ----------------------------------------------------------------------------------------------
+
+    def _add(self, failure: Failure, severity: Severity = Severity.CAUSE) -> None:
+        """Add a failure; a complaint of this node goes to node 0, which may know the cause."""
+        self._failures.add(failure, severity)
+        if self._control is not None and failure.secondary:
+            self._control.report(failure)
+
+    def _receive(self, worker: Worker) -> None:
+        failure = self._workers.receive(worker)
+        if failure is not None:
+            self._add(failure)
+
+    def _check_exits(self) -> None:
+        """Add every worker that has just exited without a report."""
+        for worker in self._workers:
+            if not worker.poll():
+                continue
+            if worker.channel_closed_at is None:
+                self._receive(worker)  # its last messages
+            if worker.failure is None:
+                self._add_exit(worker)
+        if self._timeouts.runs_script and not self.forwarded:
+            self._check_exits_before_world()
+
+    def _add_exit(self, worker: Worker) -> None:
+        code, rank, host = worker.exit_code, worker.rank, self._host
+        assert code is not None
+        if code == 0 and not worker.has_left and not self._timeouts.runs_script:
+            self._add(of_early_exit(rank=rank, host=host))
+        elif code in CLEAN_EXIT_CODES:
+            self._failures.add_event(RankEnded(rank=rank, host=host, exit_code=code))
+            if self._control is not None:
+                self._control.rank_ended(rank, code)
+        elif -code in self.forwarded:
+            self._add(of_stop(-code, rank=rank, host=host))
+        elif code < 0:
+            complaint = self._watchdog_complaint(worker) if code == -signal.SIGABRT else None
+            self._add(complaint or of_signal(-code, rank=rank, host=host), severity_of(code))
+        else:
+            self._add(of_exit(code, rank=rank, host=host, keeps_code=self._timeouts.runs_script))
+
+    def _watchdog_complaint(self, worker: Worker) -> Failure | None:
+        read_rest(worker.streams, self._workers.read_output)
+        worker.failure = of_watchdog(self._log.last_lines(worker.rank), rank=worker.rank, host=self._host)
+        return worker.failure
+
+    def _check_exits_before_world(self) -> None:
+        """Add a worker that exited cleanly without stormo.World() while another one is inside it: all must join.
+
+        A channel that is still open may be in use by a process that the worker has started.
+        """
+        waiting = next((one.rank for one in self._workers if one.running and one.heard_at is not None), None)
+        for worker in self._workers:
+            code, is_silent = worker.exit_code, worker.heard_at is None and worker.channel_closed_at is not None
+            if waiting is None or not is_silent or worker.failure is not None or code not in CLEAN_EXIT_CODES:
+                continue
+            worker.failure = of_exit_before_world(code, rank=worker.rank, host=self._host, waiting=waiting)
+            self._add(worker.failure)
+
+    def _check_heartbeats(self) -> None:
+        """Warn of a worker without a heartbeat, and add one that is silent beyond the timeout."""
+        now = time.monotonic()
+        for worker in self._workers:
+            if not worker.running or worker.has_left or worker.failure is not None:
+                continue
+            heard_at = worker.started_at if worker.heard_at is None else worker.heard_at
+            silent_s, first_sign_s = now - heard_at, self._timeouts.first_sign_s
+            limit_s = self._timeout_s if worker.heard_at is not None else max(self._timeout_s, first_sign_s or 0.0)
+            if silent_s <= min(limit_s, self._timeouts.silent_warning_s):
+                continue
+            if worker.heard_at is None and self._timeouts.runs_script:
+                continue
+            who = f"rank {worker.rank} (pid {worker.pid})"
+            what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
+            if silent_s > limit_s:
+                worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
+                self._add(worker.failure)
+            elif worker.heard_at is not None and worker.silent_since is None:  # before, it still loads its libraries
+                worker.silent_since = heard_at
+                self._log.say(f"{who} {what}")
+
+    def _running(self) -> list[MissingRank]:
+        return [
+            MissingRank(rank=one.rank, host=self._host, state=self._state(one), has_joined=self._has_joined(one))
+            for one in self._workers
+            if one.running and one.failure is None
+        ]
+
+    def _ranks_elsewhere(self) -> list[int]:
+        if self._node.node_id != 0:  # to which all complaints go
+            return []
+        own = {worker.rank for worker in self._workers}
+        return [rank for rank in range(self._node.world_size) if rank not in own]
+
+    def _has_joined(self, worker: Worker) -> bool:
+        return worker.heard_at is not None or not self._timeouts.runs_script
+
+    def _state(self, worker: Worker) -> str:
+        runs_script = self._timeouts.runs_script
+        call = "" if worker.step is None else f" is at step {worker.step}"
+        call = " has called world.close()" if worker.has_left and runs_script else call
+        call = call if self._has_joined(worker) else " has not called stormo.World()"
+        line = f", in {worker.line}" if worker.line and runs_script and not worker.has_left else ""
+        return f"(pid {worker.pid}){call}: {worker.state()}{line}"
+
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
@@ -377,7 +338,8 @@ class Agent:
                 self._end_as_stopped("was stopped by Ctrl-C")
             return
         if self._failures:
-            found = self._failures.root_cause()
+            is_complete = self._node.num_nodes == 1 and not self._workers.is_running
+            found = self._failures.root_cause(self._running, self._ranks_elsewhere(), is_complete=is_complete)
             if found is not None:
                 self._end_with(found)
             return
@@ -399,7 +361,7 @@ class Agent:
 
     def _end_as_stopped(self, what: str, *, who: str = "", exit_code: int = EXIT_INTERRUPTED) -> None:
         who = who or f"node {self._node.node_id}"
-        failure = Failure(kind="stopped", who=who, host=host_name(), what=what, exit_code=exit_code)
+        failure = Failure(kind="stopped", who=who, host=self._host, what=what, exit_code=exit_code)
         self._end_with(FailureEvent(failure=failure, severity=Severity.CAUSE, seen_at=time.monotonic()))
 
     def _end_with(self, event: FailureEvent) -> None:
@@ -409,8 +371,8 @@ class Agent:
         self.failure = failure = event.failure
         self._exit_code = failure.exit_code
         self._workers.kill()
-        if event.rank is not None and failure.kind in ("signal", "exit", "stopped"):
-            failure = failure.with_last_lines(self._log.last_lines(event.rank))
+        if failure.kind in ("signal", "exit", "stopped"):
+            failure = failure.with_last_lines(self._log.last_lines(failure.rank))
         decided_here = not event.from_other or event.severity is Severity.SECONDARY
         if self._control is not None and decided_here:
             self._control.report(failure)
@@ -418,7 +380,7 @@ class Agent:
         self._log.show_cause(
             failure if decided_here else replace(failure, details=""),
             and_lines_of=lambda rank: (
-                event.severity is Severity.SECONDARY or (rank == event.rank and failure.kind == "exception")
+                event.severity is Severity.SECONDARY or (rank == failure.rank and failure.kind == "exception")
             ),
         )
         if self._control is not None:

@@ -26,7 +26,6 @@ from stormo.launch.control import (
     JoinError,
     Peer,
     RefusedError,
-    Reported,
     configure,
     exit_code_of,
     other_release,
@@ -63,7 +62,6 @@ class Client(Control):
         self._num_attempts = -1
         self._connecting: socket.socket | None = None
         self._server: Peer | None = None
-        self._welcomed = False
         self._last_error = "nothing was tried"
 
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
@@ -75,7 +73,7 @@ class Client(Control):
             else:
                 self._read(key.data)
         now = time.monotonic()
-        if self._server is not None and self._welcomed:
+        if self._server is not None and self._server.is_authenticated:
             # Mostly the server's heartbeat was just answered; this is for a silent server.
             self._server.beat(step=self.step, after_s=2 * self._timeouts.heartbeat_s)
         if self._server is not None:
@@ -104,7 +102,7 @@ class Client(Control):
             self._server.socket.drain(timeout_s)
 
     def abandon(self) -> None:
-        """Close every descriptor in a forked child that shares them with its parent."""
+        """Close every descriptor in a forked child; unregistering one would change the parent's selector too."""
         if self._connecting is not None:
             self._connecting.close()
         if self._server is not None:
@@ -165,7 +163,7 @@ class Client(Control):
     def _read(self, server: Peer) -> None:
         for message in server.receive():
             kind = message.get("type")
-            if not self._welcomed:
+            if not server.is_authenticated:
                 self._authenticate(server, message)
             elif kind == "welcome":
                 server.introduce(message)
@@ -182,7 +180,7 @@ class Client(Control):
                 failure = Failure.from_message(message)
                 if failure is not None:
                     server.settled = True  # it ends now, too
-                    self._events.append(Reported(failure=failure))
+                    self._events.append(failure)
             elif kind == "end":
                 server.left = exit_code_of(message)
                 self._events.append(Ended(exit_code=server.left))
@@ -206,7 +204,7 @@ class Client(Control):
         elif kind != "proof" or not has_code(message, self._handshake.server_code()):
             self._reject_server(self._not_authenticated())
         else:
-            self._welcomed = True
+            server.is_authenticated = True
             server.socket.seal(*self._handshake.seals())
             server.socket.send(self._hello.to_message())
 
@@ -217,7 +215,7 @@ class Client(Control):
         self._retry_later(str(error))
 
     def _notice_end(self, server: Peer, now: float) -> None:
-        if not self._welcomed:
+        if not server.is_authenticated:
             if server.socket.fault is not None:
                 self._reject_server(self._not_stormo())
             elif server.socket.closed:
@@ -233,8 +231,9 @@ class Client(Control):
             self._disconnect(server)
 
     def _check_joining(self, now: float) -> None:
+        has_joined = self._server is not None and self._server.is_authenticated
         if now > self._deadline:
-            if self._welcomed:
+            if has_joined:
                 # The server itself times out with a better message; this is for one that does not.
                 if now > self._deadline + self._timeouts.lost_after_s:
                     raise JoinError(
@@ -249,7 +248,7 @@ class Client(Control):
                 f"check that {self._noun} 0 runs, that --master-addr and --master-port are the same on every "
                 f"{self._noun}, and that no firewall closes the port"
             )
-        waiting = self._connecting is not None or (self._server is not None and not self._welcomed)
+        waiting = self._connecting is not None or (self._server is not None and not has_joined)
         if waiting and now - self._attempt_at > _ATTEMPT_TIMEOUT_S:
             accepted = self._server is not None
             self._retry_later(
@@ -274,7 +273,7 @@ class Client(Control):
             self._server = None
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        if self._server is not None and self._welcomed:
+        if self._server is not None and self._server.is_authenticated:
             self._server.socket.send(message)
 
     def _not_authenticated(self) -> SettingError:

@@ -77,13 +77,6 @@ class Go:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reported:
-    """A member, or one of its ranks, reports its failure."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnded:
     """A rank has exited cleanly, perhaps too early; only member 0 learns of those of other members."""
 
@@ -108,7 +101,7 @@ class Ended:
     exit_code: int
 
 
-Event = Go | Reported | RankEnded | Gone | Ended
+Event = Go | Failure | RankEnded | Gone | Ended  # a failure is one that another member reports
 
 
 class Peer:
@@ -189,33 +182,11 @@ class Control:
         """The descriptor to wait on."""
         return self._selector.fileno()
 
-    def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Wait at most so long; the events that happened."""
-        raise NotImplementedError
-
-    def report(self, failure: Failure) -> None:
-        """Report a failure to the other members."""
-
     def rank_ended(self, rank: int, exit_code: int) -> None:
         """Report to member 0 that a rank has exited cleanly; member 0 itself knows."""
 
-    def leave(self, exit_code: int) -> None:
-        """Report that this member exits cleanly; `Ended` follows when all have left."""
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until everything is sent, at most so long."""
-
     def dismiss(self) -> None:
         """Stop serving: member 0 exits cleanly, and the others continue without the channel."""
-
-    def close(self) -> None:
-        """Close every connection after the last messages have arrived."""
-
-    def abandon(self) -> None:
-        """Close every descriptor in a forked child that shares them with its parent.
-
-        Nothing is unregistered: that would change the parent's selector too.
-        """
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []

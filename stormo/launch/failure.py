@@ -122,7 +122,7 @@ def of_signal(number: int, *, rank: int, host: str) -> Failure:
     """The failure of a rank that a signal ended."""
     what = f"was killed by {signal_name(number)} (signal {number})"
     details = f"{OUT_OF_MEMORY.capitalize()}.\n" if number == signal.SIGKILL else ""
-    return Failure(kind="signal", who=f"rank {rank}", host=host, what=what, details=details)
+    return Failure(kind="signal", who=f"rank {rank}", host=host, what=what, details=details, rank=rank)
 
 
 def of_watchdog(lines: str, *, rank: int, host: str) -> Failure | None:
@@ -146,26 +146,27 @@ def of_exit(code: int, *, rank: int, host: str, keeps_code: bool = False) -> Fai
     """The failure of a rank that exited without a report; the code of a script is kept."""
     what = f"ended with exit code {code} and did not report why"
     exit_code = code if keeps_code else EXIT_FAILURE
-    return Failure(kind="exit", who=f"rank {rank}", host=host, what=what, exit_code=exit_code)
+    return Failure(kind="exit", who=f"rank {rank}", host=host, what=what, exit_code=exit_code, rank=rank)
 
 
 def of_exit_before_world(code: int, *, rank: int, host: str, waiting: int) -> Failure:
     """The failure of a script's rank that exited cleanly while another waits for it to join."""
     what = f"ended with exit code {code} before it called stormo.World(), in which rank {waiting} waits for it; "
-    return Failure(kind="early", who=f"rank {rank}", host=host, what=f"{what}let every worker reach it, or none")
+    return Failure(
+        kind="early", who=f"rank {rank}", host=host, what=f"{what}let every worker reach it, or none", rank=rank
+    )
 
 
 def of_early_exit(*, rank: int, host: str) -> Failure:
     """The failure of a rank that ended with exit code 0 in the middle of its work."""
     what = "ended with exit code 0 before its work was done: something that it ran calls os._exit(0)"
-    return Failure(kind="early", who=f"rank {rank}", host=host, what=what)
+    return Failure(kind="early", who=f"rank {rank}", host=host, what=what, rank=rank)
 
 
 def of_stop(number: int, *, rank: int, host: str) -> Failure:
     """The failure of a rank that a stop signal ended before it could save."""
-    return Failure(
-        kind="stopped", who=f"rank {rank}", host=host, what=stopped_early(number), exit_code=stop_exit_code(number)
-    )
+    what, exit_code = stopped_early(number), stop_exit_code(number)
+    return Failure(kind="stopped", who=f"rank {rank}", host=host, what=what, exit_code=exit_code, rank=rank)
 
 
 def stopped_early(number: int) -> str:

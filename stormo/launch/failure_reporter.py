@@ -129,25 +129,6 @@ class AgentReporter(FailureReporter):
                 _end_group()
 
 
-class _PeerFailures(FailureCollector):
-    """The failures that a rank without an agent knows of; all are reported to rank 0."""
-
-    def __init__(self, info: RankInfo, control: Client | Server, settle: SettleTimes) -> None:
-        super().__init__(replace(settle, cause_s=0.0), noun="rank", several_nodes=True, is_first=info.is_main)
-        self._info = info
-        self._control = control
-
-    def _missing(self, waiting: set[int]) -> list[MissingRank]:
-        if not isinstance(self._control, Server):
-            return []
-        host, step = self._info.host, self._control.step
-        found = [MissingRank(rank=0, host=host, state=_state_of(os.getpid(), step))]
-        for peer in self._control.running():
-            if peer.member is not None:
-                found.append(MissingRank(rank=peer.member, host=peer.host, state=_state_of(peer.pid, peer.step)))
-        return [one for one in found if one.rank not in waiting]
-
-
 def _state_of(pid: int | None, step: int | None) -> str:
     """What is known of a rank; follows its name."""
     at = "" if step is None else f"is at step {step}"
@@ -189,7 +170,8 @@ class PeerReporter(FailureReporter):
             member=info.rank, num_members=info.world_size, host=info.host, digest=digest, options=options or {}
         )
         self._control = self._connect(address_book, timeouts, hello)
-        self._failures = _PeerFailures(info, self._control, self._settle)
+        settle = replace(self._settle, cause_s=0.0)
+        self._failures = FailureCollector(settle, noun="rank", several_nodes=True, is_first=info.is_main)
         os.register_at_fork(after_in_child=self._control.abandon)  # a forked helper must not keep it open
         self._thread = threading.Thread(target=self._serve, name="stormo-reporter", daemon=True)
         self._thread.start()
@@ -201,20 +183,18 @@ class PeerReporter(FailureReporter):
 
     def _connect(self, address_book: AddressBook | None, timeouts: ChannelTimeouts, hello: Hello) -> Client | Server:
         info = self._info
-        secret = job_secret(os.environ, info.master_port)
+        secret, address = job_secret(os.environ, info.master_port), rank_0_address(info)
         if not info.is_main:
             look = None if address_book is None else lambda: _address_in(address_book.read())
-            address = rank_0_address(info)
             return Client(
                 address, info.master_port, hello, secret=secret, timeouts=timeouts, noun="rank", find_server=look
             )
-        number = rank_0_address(info)
-        listener = listen(number, info.master_port if address_book is None else 0, backlog=BACKLOG)
-        self.store_address = open_store_address(info, number)
+        listener = listen(address, info.master_port if address_book is None else 0, backlog=BACKLOG)
+        self.store_address = open_store_address(info, address)
         payload = self.store_address.described()
         server = Server(listener, hello, secret=secret, timeouts=timeouts, noun="rank", payload=payload)
         if address_book is not None:
-            address_book.write(f"{number} {listener.getsockname()[1]}")
+            address_book.write(f"{address} {listener.getsockname()[1]}")
         return server
 
     # --- what the rank calls -------------------------------------------------------------------------------------
@@ -334,7 +314,7 @@ class PeerReporter(FailureReporter):
             if now > self._exit_at:
                 self._end_process(self._cause.exit_code)
             return
-        found = self._failures.root_cause() if self._failures else None
+        found = self._failures.root_cause(self._running) if self._failures else None
         if found is None:
             return
         failure = found.failure
@@ -347,6 +327,18 @@ class PeerReporter(FailureReporter):
         else:
             # The failed rank shows its failure; else rank 0 does; else, when that one has vanished, rank 1.
             self._end_with(failure, print_here=not reported_by_failed_rank and self._info.rank == 1)
+
+    def _running(self) -> list[MissingRank]:
+        """The ranks that run, as rank 0 knows them."""
+        if not isinstance(self._control, Server):
+            return []
+        own = MissingRank(rank=0, host=self._info.host, state=_state_of(os.getpid(), self._control.step))
+        others = [
+            MissingRank(rank=peer.member, host=peer.host, state=_state_of(peer.pid, peer.step))
+            for peer in self._control.running()
+            if peer.member is not None
+        ]
+        return [own, *others]
 
     def _end_with(self, failure: Failure, *, print_here: bool) -> None:
         self._cause = failure

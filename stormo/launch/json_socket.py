@@ -83,9 +83,7 @@ class JsonSocket:
         deadline = time.monotonic() + timeout_s
         self.flush()
         while self._unsent and not self.closed and (left_s := deadline - time.monotonic()) > 0:
-            waiting = select.poll()  # not select.select, which knows no descriptor above 1023
-            waiting.register(self._socket, select.POLLOUT)
-            waiting.poll(left_s * 1000)
+            self._wait(select.POLLOUT, left_s)
             self.flush()
 
     def receive(self) -> list[dict[str, Any]]:
@@ -141,11 +139,14 @@ class JsonSocket:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             while not self.closed and (left_s := deadline - time.monotonic()) > 0:
-                waiting = select.poll()
-                waiting.register(self._socket, select.POLLIN)
-                if waiting.poll(left_s * 1000) and not self._socket.recv(_READ_BYTES):
+                if self._wait(select.POLLIN, left_s) and not self._socket.recv(_READ_BYTES):
                     break
         self.close()
+
+    def _wait(self, event: int, timeout_s: float) -> bool:
+        waiting = select.poll()  # not select.select, which knows no descriptor above 1023
+        waiting.register(self._socket, event)
+        return bool(waiting.poll(timeout_s * 1000))
 
     def close(self) -> None:
         """Close the socket."""

@@ -60,7 +60,10 @@ class RankInfo:
             )
         if not self.master_addr:
             raise self._contradiction("an empty master address", "the other ranks could not find rank 0")
-        check_port(self.master_port, "master port")
+        if not 1024 <= self.master_port <= 65535:  # no TCP port, or one that only root may bind
+            raise SettingError(
+                f"master port {self.master_port} was set", "it must lie within 1024 to 65535", "choose one of those"
+            )
 
     def _contradiction(self, what: str, why: str) -> SettingError:
         return SettingError(
@@ -101,12 +104,6 @@ def host_name() -> str:
     return socket.gethostname() or os.uname().nodename
 
 
-def check_port(port: int, name: str) -> None:
-    """Refuse a number that no TCP port can have, and the ports only root may bind."""
-    if not 1024 <= port <= 65535:
-        raise SettingError(f"{name} {port} was set", "it must lie within 1024 to 65535", "choose one of those")
-
-
 def derived_port(*parts: int | str) -> int:
     """A port that every process of a job computes from what they share, such as the job id.
 
@@ -132,3 +129,26 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
         raise SettingError(
             f"{name}={text!r} was set", "it must be a whole number", "start again without overriding it"
         ) from None
+
+
+def read_master_port(environ: Mapping[str, str], default: int) -> int:
+    """The port that the user has set, or the default."""
+    return read_int(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else default
+
+
+def read_torch_variables(
+    environ: Mapping[str, str], launcher: str, *, node_id: str, num_nodes: str, port: str = "MASTER_PORT"
+) -> RankInfo:
+    """Who this process is by the variables that torch reads; the launcher has its own names for some."""
+    return RankInfo(
+        launcher=launcher,
+        rank=read_int(environ, "RANK"),
+        world_size=read_int(environ, "WORLD_SIZE"),
+        local_rank=read_int(environ, "LOCAL_RANK"),
+        local_size=read_int(environ, "LOCAL_WORLD_SIZE"),
+        node_id=read_int(environ, node_id),
+        num_nodes=read_int(environ, num_nodes),
+        master_addr=environ.get("MASTER_ADDR", ""),
+        master_port=read_int(environ, port),
+        host=host_name(),
+    )

@@ -21,7 +21,7 @@ from stormo.errors import StormoError
 from stormo.launch.address import LOOPBACK, cannot_listen, family_of, listen, listening_address
 from stormo.launch.auth import job_secret
 from stormo.launch.client import Client
-from stormo.launch.control import ChannelTimeouts, Control, Go, Hello
+from stormo.launch.control import ChannelTimeouts, Go, Hello
 from stormo.launch.environments.local import STORE_FD, Node
 from stormo.launch.failure import stop_exit_code
 from stormo.launch.rank_info import RankInfo
@@ -45,7 +45,7 @@ class StoppedError(StormoError):
 class Rendezvous:
     """What the agents agreed on."""
 
-    control: Control | None  # None on one node
+    control: Client | Server | None  # None on one node
     store_addr: str
     store_port: int | None  # None on one node
     # On one node memory that its ranks share. On several nodes node 0 listens already, so that the port cannot be taken
@@ -129,7 +129,7 @@ def _bind(number: str, port: int) -> socket.socket:
     return bound
 
 
-def _join(control: Control, signals: SignalQueue) -> Mapping[str, Any]:
+def _join(control: Client | Server, signals: SignalQueue) -> Mapping[str, Any]:
     """Wait until all have joined; a signal ends the wait."""
     with selectors.DefaultSelector() as selector:
         selector.register(signals, selectors.EVENT_READ)
@@ -143,7 +143,7 @@ def _join(control: Control, signals: SignalQueue) -> Mapping[str, Any]:
                     return event.payload
 
 
-def _rendezvous(control: Control, payload: Mapping[str, Any], store: socket.socket | None) -> Rendezvous:
+def _rendezvous(control: Client | Server, payload: Mapping[str, Any], store: socket.socket | None) -> Rendezvous:
     address, port, script_port = (payload.get(name) for name in ("store_addr", "store_port", "script_port"))
     if not isinstance(address, str) or not isinstance(port, int) or not isinstance(script_port, int):
         raise StormoError("Node 0 sent no address of the store; install the same release of stormo on every node.")

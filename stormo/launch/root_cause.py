@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from stormo.launch.control import Event, Gone, RankEnded, Reported
+from stormo.launch.control import Event, Gone, RankEnded
 from stormo.launch.failure import Failure
 from stormo.launch.torch_errors import PeerLoss
 
@@ -37,7 +37,6 @@ class FailureEvent:
     failure: Failure
     severity: Severity
     seen_at: float
-    rank: int | None = None  # of a worker of this node
     from_other: bool = False  # reported by another node, or by another rank's process
 
 
@@ -178,33 +177,33 @@ class FailureCollector:
     def __bool__(self) -> bool:
         return bool(self._events)
 
-    def add(
-        self,
-        failure: Failure,
-        *,
-        rank: int | None = None,
-        severity: Severity = Severity.CAUSE,
-        from_other: bool = False,
-    ) -> None:
+    def add(self, failure: Failure, severity: Severity = Severity.CAUSE, *, from_other: bool = False) -> None:
         """Add a failure."""
         severity = Severity.SECONDARY if failure.secondary else severity
-        self._events.append(
-            FailureEvent(failure=failure, severity=severity, seen_at=time.monotonic(), rank=rank, from_other=from_other)
-        )
+        now = time.monotonic()
+        self._events.append(FailureEvent(failure=failure, severity=severity, seen_at=now, from_other=from_other))
 
     def add_event(self, event: Event) -> None:
         """Add what another member reports, or that it is gone."""
-        if isinstance(event, Reported):
-            self.add(event.failure, from_other=True)
+        if isinstance(event, Failure):
+            self.add(event, from_other=True)
         elif isinstance(event, Gone):
             self.add(Failure(kind="gone", who=f"{self._noun} {event.member}", host=event.host, what=event.why))
         elif isinstance(event, RankEnded):
             self._exits.append(event)
 
-    def root_cause(self) -> FailureEvent | None:
-        """What ends the job, with the rank that blocked the others if one did; None while a better cause may come."""
+    def root_cause(
+        self, running: Callable[[], Sequence[MissingRank]], elsewhere: Iterable[int] = (), *, is_complete: bool = False
+    ) -> FailureEvent | None:
+        """What ends the job, with the rank that blocked the others if one did; None while a better cause may come.
+
+        Args:
+            running: the ranks that this member sees run.
+            elsewhere: the ranks of other members.
+            is_complete: no better explanation can come.
+        """
         settled_at = decide_at(self._events, self._settle, several_nodes=self._several_nodes)
-        if not self._is_complete() and time.monotonic() < settled_at:
+        if not is_complete and time.monotonic() < settled_at:
             return None
         event = root_cause(self._events, self._exits)
         complaints = [one.failure for one in self._events if one.severity is Severity.SECONDARY]
@@ -212,17 +211,6 @@ class FailureCollector:
         if event.severity is not Severity.SECONDARY or not timed_out:
             return event
         waiting = {one.rank for one in complaints}
-        causes = [one.as_cause() for one in complaints]
-        return replace(event, failure=blocking_rank(causes, self._missing(waiting), self._elsewhere(waiting)))
-
-    def _is_complete(self) -> bool:
-        """Whether no better explanation can come."""
-        return False
-
-    def _missing(self, waiting: set[int]) -> list[MissingRank]:
-        """Ranks that run and have not complained."""
-        return []
-
-    def _elsewhere(self, waiting: set[int]) -> list[int]:
-        """Ranks of other nodes that have not complained."""
-        return []
+        missing = [one for one in running() if one.rank not in waiting]
+        silent = [rank for rank in elsewhere if rank not in waiting]
+        return replace(event, failure=blocking_rank([one.as_cause() for one in complaints], missing, silent))

@@ -25,7 +25,6 @@ from stormo.launch.control import (
     JoinError,
     Peer,
     RankEnded,
-    Reported,
     configure,
     exit_code_of,
     validate_member,
@@ -117,7 +116,7 @@ class Server(Control):
             self._relay({"type": "end", "exit_code": self._own_exit_code or 0})
 
     def abandon(self) -> None:
-        """Close every descriptor in a forked child that shares them with its parent."""
+        """Close every descriptor in a forked child; unregistering one would change the parent's selector too."""
         for peer in (*self._unauthenticated, *self._members.values()):
             peer.socket.close()
         self._listener.close()
@@ -218,7 +217,7 @@ class Server(Control):
         failure = Failure.from_message(message)
         if failure is None:
             return
-        self._events.append(Reported(failure=failure))
+        self._events.append(failure)
         if not failure.secondary:
             # A complaint goes no further: this member waits for the cause and then reports it to all.
             peer.settled = True

@@ -51,15 +51,7 @@ class AgentTimeouts:
 class Worker:
     """A rank of this node; its process group holds whatever it starts in turn."""
 
-    def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        *,
-        environ: Mapping[str, str],
-        channel: socket.socket,
-        pass_fds: Sequence[int],
-    ) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self.rank = rank
         self.channel = JsonSocket(channel)
         self.started_at = time.monotonic()
@@ -72,24 +64,12 @@ class Worker:
         self.failure: Failure | None = None  # what it reported
         self.exit_code: int | None = None  # negative: the signal that ended it
         self.ended_at = 0.0
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=None if rank == 0 else subprocess.PIPE,  # rank 0 draws on the terminal itself
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=dict(environ),
-            pass_fds=pass_fds,
-            # Ctrl-C reaches the agent only, the whole group can be killed at once, and a busy machine shares its time
-            # among sessions.
-            start_new_session=True,
-        )
+        self._process = process
         prefix = b"" if rank == 0 else b"[rank %d] " % rank
         self.streams: list[Stream] = []
-        if self._process.stdout is not None:
-            self.streams.append(Stream(self._process.stdout.fileno(), STDOUT, rank=rank, prefix=prefix))
-        assert self._process.stderr is not None
-        self.streams.append(Stream(self._process.stderr.fileno(), STDERR, rank=rank, prefix=prefix))
+        for pipe, target in ((process.stdout, STDOUT), (process.stderr, STDERR)):
+            if pipe is not None:
+                self.streams.append(Stream(pipe.fileno(), target, rank=rank, prefix=prefix))
 
     @property
     def pid(self) -> int:
@@ -116,10 +96,6 @@ class Worker:
         """Send a signal to the worker itself, not to the helpers it has started."""
         if self.running:
             os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill the worker itself; helpers that notice it exit and remove shared memory."""
-        self.send_signal(signal.SIGKILL)
 
     def kill_group(self) -> None:
         """Kill what the worker has started and what still runs."""
@@ -231,10 +207,6 @@ class WorkerGroup:
             if stream.closed:
                 self._selector.unregister(stream)
 
-    def read_last_output(self, worker: Worker) -> None:
-        """Read what an exited worker left in its pipes."""
-        read_rest(worker.streams, self.read_output)
-
     def send_signal(self, number: int) -> None:
         """Send a signal to every worker."""
         for worker in self._workers:
@@ -242,14 +214,12 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Kill every worker, and read what they left in their pipes."""
-        for worker in self._workers:
-            worker.kill()
+        self.send_signal(signal.SIGKILL)
         read_rest(self._streams(), self.read_output)
 
     def close(self) -> None:
         """Leave no process behind, whatever happened, and no line unshown."""
-        for worker in self._workers:
-            worker.kill()
+        self.send_signal(signal.SIGKILL)  # of a worker alone: helpers that notice it exit and remove shared memory
         self._wait_for_helpers(time.monotonic() + self._timeouts.leftover_s)
         for worker in self._workers:
             worker.kill_group()
@@ -278,8 +248,8 @@ def _start_worker(
 ) -> Worker:
     """Start one worker; rank 0, or every rank of a single node, inherits the store."""
     rank = node.rank(local_rank)
-    inherits_store = rendezvous.store is not None and (rank == 0 or node.num_nodes == 1)
-    store_fd = rendezvous.store.fileno() if rendezvous.store is not None and inherits_store else None
+    store = rendezvous.store if rank == 0 or node.num_nodes == 1 else None
+    store_fd = None if store is None else store.fileno()
     own, theirs = socket.socketpair()
     with theirs:
         variables = local.environment(
@@ -295,7 +265,19 @@ def _start_worker(
         )
         pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
         try:
-            return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else subprocess.PIPE,  # rank 0 draws on the terminal itself
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=variables,
+                pass_fds=pass_fds,
+                # Ctrl-C reaches the agent only, the whole group can be killed at once, and a busy machine shares its
+                # time among sessions.
+                start_new_session=True,
+            )
         except OSError as error:
             own.close()
             raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
+    return Worker(rank, process, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import shlex
 from collections.abc import Sequence
@@ -24,9 +25,7 @@ _DESCRIPTION = (
     "Train TASK as a Slurm job. After each time limit the job resumes, until the training is done. "
     "stormo train --help all shows the options of the training."
 )
-_TIMES = (r"(?P<m>\d+)", r"(?P<m>\d+):(?P<s>\d+)", r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)")
-_DAYS = (r"(?P<d>\d+)-(?P<h>\d+)", r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)", rf"(?P<d>\d+)-{_TIMES[2]}")
-_UNIT_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_CLOCK = re.compile(r"((?P<days>\d+)-)?(?P<clock>\d+(:\d+){0,2})", flags=re.ASCII)
 _UNLIMITED = ("infinite", "unlimited")
 _REPEATED = {"setup": "\n", "apptainer_bind": ",", "sbatch": " "}  # flags that may be repeated: what joins their values
 _LOOP = "submit each run, in a loop of the shell"
@@ -140,12 +139,14 @@ def seconds_of(time: str) -> float | None:
     """The seconds of a time as Slurm writes it; infinite without a limit; None where it is no time."""
     if time.lower() in _UNLIMITED:
         return float("inf")
-    for form in (*_TIMES, *_DAYS):
-        match = re.fullmatch(form, time, flags=re.ASCII)
-        if match:
-            seconds = sum(int(count) * _UNIT_S[unit] for unit, count in match.groupdict().items())
-            return float(seconds or "inf")  # Slurm takes 0 for no limit
-    return None
+    match = _CLOCK.fullmatch(time)
+    if match is None:
+        return None
+    numbers = [int(number) for number in match["clock"].split(":")]
+    # Slurm reads M, M:S or H:M:S, and behind days H, H:M or H:M:S.
+    units_s = (3600, 60, 1) if match["days"] or len(numbers) == 3 else (60, 1)
+    seconds = 86400 * int(match["days"] or 0) + sum(map(operator.mul, numbers, units_s))
+    return float(seconds or "inf")  # Slurm takes 0 for no limit
 
 
 def _check(slurm: Slurm) -> None:

@@ -5,20 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 _SYSFS = Path("/sys")
 _LEAST_EXCLUSIVE = 4  # cores; NCCL's and the loader's threads inherit the binding, and would starve on fewer
 _unbound: set[int] | None = None  # the cores of this process before it was bound here
-
-
-@dataclass(frozen=True, slots=True)
-class _Neighbours:
-    """The NUMA node of a GPU, and its cores."""
-
-    node: int
-    cores: tuple[int, ...]
 
 
 def own_cores() -> set[int]:
@@ -57,14 +48,15 @@ def choose_cores(
     if not bus_ids:
         return None
     own = _neighbours(bus_ids[local_rank % len(bus_ids)], root)
-    cores = [] if own is None else [core for core in own.cores if core in allowed]
-    if own is None or not cores:
+    node, near = own or (0, ())
+    cores = [core for core in near if core in allowed]
+    if not cores:
         return None
     if len(bus_ids) >= local_size:  # else the launcher shows each worker other GPUs
         on_node = [rank for rank in range(local_size) if _neighbours(bus_ids[rank], root) == own]
         if len(cores) >= _LEAST_EXCLUSIVE * len(on_node):
             cores = _part(cores, on_node.index(local_rank), len(on_node), root)
-    return None if set(cores) == set(allowed) else (own.node, cores)
+    return None if set(cores) == set(allowed) else (node, cores)
 
 
 def _part(cores: Sequence[int], index: int, count: int, root: Path) -> list[int]:
@@ -81,14 +73,15 @@ def _first_thread(core: int, root: Path) -> int:
         return core
 
 
-def _neighbours(bus_id: str, root: Path) -> _Neighbours | None:
+def _neighbours(bus_id: str, root: Path) -> tuple[int, tuple[int, ...]] | None:
+    """The NUMA node of a GPU, and its cores."""
     folder = root / "bus/pci/devices" / bus_id.lower()[-12:]  # NVML writes the domain with eight digits
     try:
         node = int((folder / "numa_node").read_text())
         cores = _parse((folder / "local_cpulist").read_text())
     except (OSError, ValueError):
         return None
-    return _Neighbours(node, cores) if bus_id and node >= 0 else None  # -1: one node, or a virtual machine
+    return (node, cores) if bus_id and node >= 0 else None  # -1: one node, or a virtual machine
 
 
 def _parse(text: str) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class Device:
         self.index = index  # NVML's number of the physical GPU, as nvidia-smi prints it
         self.parent_uuid = parent[0] if parent else None
         self._library = library
-        self._own = handle
+        self.handle = handle  # NVML's
         self._whole = parent[1] if parent else handle
         self._why: dict[str, str] = {}
 
@@ -85,17 +85,17 @@ class Device:
 
     def utilisation(self) -> float | None:
         """The share of the last sampling period in which a kernel ran, 0 to 1."""
-        value = self._ask("utilisation", self._own, "nvmlDeviceGetUtilizationRates")
+        value = self._ask("utilisation", self.handle, "nvmlDeviceGetUtilizationRates")
         return None if value is None else value.gpu / 100
 
     def memory_used_bytes(self) -> int | None:
         """Bytes in use, by any process."""
-        value = self._ask("memory_used_bytes", self._own, "nvmlDeviceGetMemoryInfo")
+        value = self._ask("memory_used_bytes", self.handle, "nvmlDeviceGetMemoryInfo")
         return None if value is None else int(value.used)
 
     def memory_total_bytes(self) -> int | None:
         """Total bytes."""
-        value = self._ask("memory_total_bytes", self._own, "nvmlDeviceGetMemoryInfo")
+        value = self._ask("memory_total_bytes", self.handle, "nvmlDeviceGetMemoryInfo")
         return None if value is None else int(value.total)
 
     def temperature_c(self) -> float | None:
@@ -142,7 +142,7 @@ class Device:
 
     def pids(self) -> list[int]:
         """The processes that compute on it."""
-        return [int(process.pid) for process in self._ask("pids", self._own, _RUNNING) or ()]
+        return [int(process.pid) for process in self._ask("pids", self.handle, _RUNNING) or ()]
 
     def bus_id(self) -> str | None:
         """The PCI address of the physical GPU."""
@@ -151,7 +151,7 @@ class Device:
 
     def slice_attributes(self) -> tuple[int, int] | None:
         """Multiprocessors and bytes of memory of a MIG instance."""
-        value = self._ask("slice_attributes", self._own, "nvmlDeviceGetAttributes")
+        value = self._ask("slice_attributes", self.handle, "nvmlDeviceGetAttributes")
         return None if value is None else (int(value.multiprocessorCount), int(value.memorySizeMB) * 2**20)
 
     def capability(self) -> tuple[int, int] | None:
@@ -178,7 +178,7 @@ class Device:
         try:
             value = getattr(self._library, function)(handle, *arguments)
         except (self._library.NVMLError, AttributeError) as error:  # an old nvidia-ml-py may lack the function
-            whose = "a MIG instance" if self.parent_uuid and handle is self._own else self.name
+            whose = "a MIG instance" if self.parent_uuid and handle is self.handle else self.name
             self._why[method] = f"{whose} does not support it ({error})"
             return None
         self._why.pop(method, None)
@@ -190,21 +190,20 @@ class Nvml:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        self._physical: list[tuple[Device, Any]] = []
+        self._physical: list[Device] = []
         for index in range(library.nvmlDeviceGetCount()):
             try:
-                handle = library.nvmlDeviceGetHandleByIndex(index)
-                self._physical.append((self._device(handle, index), handle))
+                self._physical.append(self._device(library.nvmlDeviceGetHandleByIndex(index), index))
             except library.NVMLError:
                 continue  # another job's (a scheduler's cgroup hides it), or fallen off the bus: CUDA skips it too
 
     def devices(self) -> list[Device]:
         """The physical GPUs of this node (of this container) in the order of the PCI bus."""
-        return [device for device, _ in self._physical]
+        return list(self._physical)
 
     def instances(self) -> list[Device]:
         """The MIG instances of all of them."""
-        return [instance for device, handle in self._physical for instance in self._instances_of(device, handle)]
+        return [instance for device in self._physical for instance in self._instances_of(device)]
 
     def usable(self, names: str | None) -> list[Device]:
         """What a process with this CUDA_VISIBLE_DEVICES may use: every MIG instance, or whole GPUs without any.
@@ -233,7 +232,7 @@ class Nvml:
 
     def empty_mig_gpus(self) -> list[Device]:
         """The GPUs in MIG mode without an instance, which no process can use."""
-        return [one for one, handle in self._physical if one.is_split() and not self._instances_of(one, handle)]
+        return [one for one in self._physical if one.is_split() and not self._instances_of(one)]
 
     def find(self, uuid: str) -> Device | None:
         """The GPU or MIG instance of that UUID, with or without its "GPU-" or "MIG-"; None where there is none."""
@@ -249,8 +248,8 @@ class Nvml:
         uuid, name = (_text(ask(handle)) for ask in (self._library.nvmlDeviceGetUUID, self._library.nvmlDeviceGetName))
         return Device(self._library, handle, uuid=uuid, name=name, index=index, parent=parent)
 
-    def _instances_of(self, device: Device, handle: Any) -> list[Device]:
-        library, found = self._library, []
+    def _instances_of(self, device: Device) -> list[Device]:
+        library, handle, found = self._library, device.handle, []
         if not device.is_split():
             return []
         for index in range(library.nvmlDeviceGetMaxMigDeviceCount(handle)):

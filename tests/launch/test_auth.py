@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from stormo.errors import SettingError
 from stormo.launch.auth import MAX_HANDSHAKE_BYTES, VARIABLE, Handshake, job_secret, new_nonce, new_secret
 from stormo.launch.client import Client
-from stormo.launch.control import PROTOCOL, Gone, Reported
-from stormo.launch.failure import of_exit
+from stormo.launch.control import PROTOCOL, Gone
+from stormo.launch.failure import Failure, of_exit
 from stormo.launch.server import _MAX_UNAUTHENTICATED, Server
 from tests.launch.test_control import SECRET, TIMEOUTS, all_started, hello, poll_until
 
@@ -305,7 +305,7 @@ def test_who_passes_the_handshake_on_cannot_speak_for_either_side(server: Server
         client.rank_ended(1, 0)
         events = poll_until(lambda seen: any(isinstance(event, Gone) for event in seen[0]), server, client)[0]
         client.abandon()
-    assert not any(isinstance(event, Reported) for event in events)
+    assert not any(isinstance(event, Failure) for event in events)
     assert "no message of stormo's" in next(event.why for event in events if isinstance(event, Gone))
 
 

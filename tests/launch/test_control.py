@@ -14,7 +14,6 @@ from stormo.errors import SettingError
 from stormo.launch.client import Client
 from stormo.launch.control import (
     ChannelTimeouts,
-    Control,
     Ended,
     Event,
     Go,
@@ -23,10 +22,9 @@ from stormo.launch.control import (
     JoinError,
     RankEnded,
     RefusedError,
-    Reported,
     validate_member,
 )
-from stormo.launch.failure import of_exit
+from stormo.launch.failure import Failure, of_exit
 from stormo.launch.server import Server
 
 SECRET = b"s" * 32
@@ -41,7 +39,7 @@ def hello(member: int, num_members: int = 3, **more: Any) -> Hello:
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Makes a server (member 0) or clients of it, and closes them without waiting for each other."""
-    made: list[Control] = []
+    made: list[Client | Server] = []
     port = 0
 
     def make_one(member: int, **more: Any) -> Any:
@@ -61,7 +59,9 @@ def make() -> Iterator[Make]:
         control.abandon()
 
 
-def poll_until(condition: Callable[[dict[int, list[Event]]], bool], *members: Control) -> dict[int, list[Event]]:
+def poll_until(
+    condition: Callable[[dict[int, list[Event]]], bool], *members: Client | Server
+) -> dict[int, list[Event]]:
     seen: dict[int, list[Event]] = {index: [] for index in range(len(members))}
     deadline = time.monotonic() + 20.0
     while not condition(seen):
@@ -71,7 +71,7 @@ def poll_until(condition: Callable[[dict[int, list[Event]]], bool], *members: Co
     return seen
 
 
-def all_started(*members: Control) -> None:
+def all_started(*members: Client | Server) -> None:
     poll_until(lambda seen: all(member.started for member in members), *members)
 
 
@@ -87,10 +87,10 @@ def test_a_failure_reaches_all_but_its_sender_and_a_complaint_only_member_0(make
     complaint = of_exit(1, rank=1, host="h1")
     first.report(type(complaint)(**{**complaint.to_message(), "secondary": True}))
     seen = poll_until(lambda seen: bool(seen[0]), server, first, second)
-    assert [type(event) for event in seen[0]] == [Reported]
+    assert [type(event) for event in seen[0]] == [Failure]
     second.report(of_exit(9, rank=2, host="h2"))
     seen = poll_until(lambda seen: bool(seen[0]) and bool(seen[1]), server, first, second)
-    assert seen[0] == seen[1] == [Reported(failure=of_exit(9, rank=2, host="h2"))]
+    assert seen[0] == seen[1] == [of_exit(9, rank=2, host="h2")]
     assert seen[2] == []
 
 

@@ -33,24 +33,25 @@ def event(rank: int, severity: Severity, seen_at: float, *, from_other: bool = F
         host="h",
         what="failed: X",
         secondary=severity is Severity.SECONDARY,
+        rank=rank,
     )
-    return FailureEvent(failure=failure, severity=severity, seen_at=seen_at, rank=rank, from_other=from_other)
+    return FailureEvent(failure=failure, severity=severity, seen_at=seen_at, from_other=from_other)
 
 
 def test_a_cause_beats_an_earlier_complaint_and_an_earlier_abort() -> None:
     events = [event(0, Severity.SECONDARY, 1.0), event(1, Severity.DOUBTFUL, 1.1), event(2, Severity.CAUSE, 1.2)]
-    assert root_cause(events, []).rank == 2
+    assert root_cause(events, []).failure.rank == 2
 
 
 def test_the_first_of_several_causes_is_named() -> None:
-    assert root_cause([event(0, Severity.CAUSE, 2.0), event(1, Severity.CAUSE, 1.0)], []).rank == 1
+    assert root_cause([event(0, Severity.CAUSE, 2.0), event(1, Severity.CAUSE, 1.0)], []).failure.rank == 1
 
 
 def test_an_aborted_rank_beats_a_complaint() -> None:
     assert severity_of(-signal.SIGABRT) is Severity.DOUBTFUL
     assert severity_of(-signal.SIGKILL) is Severity.CAUSE
     assert severity_of(3) is Severity.CAUSE
-    assert root_cause([event(0, Severity.SECONDARY, 1.0), event(1, Severity.DOUBTFUL, 2.0)], []).rank == 1
+    assert root_cause([event(0, Severity.SECONDARY, 1.0), event(1, Severity.DOUBTFUL, 2.0)], []).failure.rank == 1
 
 
 def test_complaints_alone_point_at_the_rank_that_ended_early() -> None:
@@ -58,12 +59,12 @@ def test_complaints_alone_point_at_the_rank_that_ended_early() -> None:
     named = root_cause([event(0, Severity.SECONDARY, 1.0)], endings).failure
     assert named.sentence == "rank 3 on host n2 ended early with exit code 0"
     assert not named.secondary
-    assert root_cause([event(0, Severity.CAUSE, 1.0)], endings).rank == 0
+    assert root_cause([event(0, Severity.CAUSE, 1.0)], endings).failure.rank == 0
 
 
 def test_a_complaint_without_explanation_becomes_the_cause() -> None:
     named = root_cause([event(1, Severity.SECONDARY, 2.0), event(0, Severity.SECONDARY, 1.0)], [])
-    assert named.rank == 0
+    assert named.failure.rank == 0
     assert not named.failure.secondary
 
 

@@ -10,7 +10,7 @@ from stormo.launch.environments import env, local, mpi, slurm, torchrun
 from stormo.launch.rank_info import RankInfo
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Launcher:
     """One launcher: how to detect and read it, and the names of its options."""
 
@@ -20,57 +20,23 @@ class Launcher:
     worker: str  # what it calls a process that it starts
     set_local_size: str  # the option for the number of processes on a node
     set_num_nodes: str
-    names_master: bool  # whether it says itself where rank 0 is
+    names_master: bool = True  # whether it says itself where rank 0 is
 
 
+_PER_NODE = "{} ranks on each node (Open MPI: --map-by ppr:{}:node; MPICH and Intel MPI: -ppn {})"
 # The order matters: an inner launcher leaves the variables of the outer one in place. stormo's own workers and
-# torchrun's may live inside an srun step; mpirun inside an allocation starts its daemons through srun.
+# torchrun's may live inside an srun step; mpirun inside an allocation starts its daemons through srun; any of them may
+# set the variables of the last one beside its own.
 LAUNCHERS: Mapping[str, Launcher] = {
-    "local": Launcher(
-        detect=local.detect,
-        rank_info=local.rank_info,
-        command="stormo",
-        worker="worker",
-        set_local_size="--num-gpus {}",
-        set_num_nodes="--num-nodes {}",
-        names_master=True,
-    ),
+    "local": Launcher(local.detect, local.rank_info, "stormo", "worker", "--num-gpus {}", "--num-nodes {}"),
     "torchrun": Launcher(
-        detect=torchrun.detect,
-        rank_info=torchrun.rank_info,
-        command="torchrun",
-        worker="worker",
-        set_local_size="--nproc-per-node {}",
-        set_num_nodes="--nnodes {}",
-        names_master=True,
+        torchrun.detect, torchrun.rank_info, "torchrun", "worker", "--nproc-per-node {}", "--nnodes {}"
     ),
-    "mpi": Launcher(
-        detect=mpi.detect,
-        rank_info=mpi.rank_info,
-        command="mpirun",
-        worker="rank",
-        set_local_size="{} ranks on each node (Open MPI: --map-by ppr:{}:node; MPICH and Intel MPI: -ppn {})",
-        set_num_nodes="a list of {} hosts",
-        names_master=False,
-    ),
+    "mpi": Launcher(mpi.detect, mpi.rank_info, "mpirun", "rank", _PER_NODE, "a list of {} hosts", names_master=False),
     "slurm": Launcher(
-        detect=slurm.detect,
-        rank_info=slurm.rank_info,
-        command="srun",
-        worker="task",
-        set_local_size="--ntasks-per-node {}",
-        set_num_nodes="--nodes {}",
-        names_master=False,
+        slurm.detect, slurm.rank_info, "srun", "task", "--ntasks-per-node {}", "--nodes {}", names_master=False
     ),
-    "env": Launcher(  # last: the others may set the same variables beside their own
-        detect=env.detect,
-        rank_info=env.rank_info,
-        command="the launcher that set RANK",
-        worker="rank",
-        set_local_size="LOCAL_WORLD_SIZE={}",
-        set_num_nodes="{} hosts",
-        names_master=True,
-    ),
+    "env": Launcher(env.detect, env.rank_info, "the launcher that set RANK", "rank", "LOCAL_WORLD_SIZE={}", "{} hosts"),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from stormo.errors import SettingError
 from stormo.launch.address import is_loopback_name
-from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, host_name, read_int, read_master_port
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -46,7 +46,7 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
         node_id=rank // local_size,
         num_nodes=num_nodes,
         master_addr=address,
-        master_port=read_int(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else DEFAULT_MASTER_PORT,
+        master_port=read_master_port(environ, DEFAULT_MASTER_PORT),
         host=host_name(),
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError
 from stormo.launch import slices
-from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, check_port, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, read_torch_variables
 from stormo.system.hardware import Gpu
 
 CHANNEL_FD = "STORMO_CHANNEL_FD"  # one end of a socket pair to the agent of the node
@@ -23,7 +23,7 @@ _TRACKER = "ignore:resource_tracker"  # how its warning begins
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One node of a job that stormo itself starts: what the user typed there."""
+    """One node of a job that stormo itself starts, by settings that `resolve_layout` has checked."""
 
     num_workers: int
     num_nodes: int = 1
@@ -34,27 +34,12 @@ class Node:
     script_port: int = 0  # on one node, for a script that calls torch.distributed itself; 0 for any free port
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise SettingError(
-                f"--num-gpus {self.num_workers} was set", "a node needs at least one worker", "set --num-gpus 1 or more"
-            )
-        if self.num_nodes < 1:
-            raise SettingError(
-                f"--num-nodes {self.num_nodes} was set", "there is at least this node", "set --num-nodes 1 or more"
-            )
-        if not 0 <= self.node_id < self.num_nodes:
-            raise SettingError(
-                f"--node-id {self.node_id} was set with --num-nodes {self.num_nodes}",
-                f"node ids run from 0 to {self.num_nodes - 1}",
-                "give every node its own id from that range",
-            )
         if self.num_nodes > 1 and not self.master_addr:
             raise SettingError(
                 f"--num-nodes {self.num_nodes} was set without --master-addr",
                 "the nodes must know where node 0 is",
                 "set --master-addr to the name or address of node 0 on every node",
             )
-        check_port(self.master_port, "--master-port")
 
     @property
     def world_size(self) -> int:
@@ -141,15 +126,5 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Who this worker is."""
-    return RankInfo(
-        launcher="local",
-        rank=read_int(environ, "RANK"),
-        world_size=read_int(environ, "WORLD_SIZE"),
-        local_rank=read_int(environ, "LOCAL_RANK"),
-        local_size=read_int(environ, "LOCAL_WORLD_SIZE"),
-        node_id=read_int(environ, "NODE_RANK"),
-        num_nodes=read_int(environ, "STORMO_NUM_NODES"),
-        master_addr=environ.get("MASTER_ADDR", ""),
-        master_port=read_int(environ, STORE_PORT if STORE_PORT in environ else "MASTER_PORT"),
-        host=host_name(),
-    )
+    port = STORE_PORT if STORE_PORT in environ else "MASTER_PORT"
+    return read_torch_variables(environ, "local", node_id="NODE_RANK", num_nodes="STORMO_NUM_NODES", port=port)

@@ -6,15 +6,14 @@ MPI gives a process its rank and local rank, but not the address of rank 0: on s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stormo.errors import SettingError, pluralize
 from stormo.launch.environments.slurm import is_step
-from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, derived_port, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, derived_port, host_name, read_int, read_master_port
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variables:
+class _Variables(NamedTuple):
     """The names under which one family of MPI says who a process is."""
 
     rank: str
@@ -23,21 +22,11 @@ class Variables:
     local_size: str
 
 
-FAMILIES: Mapping[str, Variables] = {
-    "Open MPI": Variables(
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    # srun's PMI plugins set PMI_RANK too, and one for Cray PALS_RANKID, but not the local size: that task is Slurm's.
-    "Hydra": Variables(rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"),
-    # The mpiexec of HPE Cray systems; it says how many ranks there are only where it serves Cray's PMI.
-    "PALS": Variables(
-        rank="PALS_RANKID", size="PMI_SIZE", local_rank="PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"
-    ),
-}
-_PALS = FAMILIES["PALS"]
+_OPEN_MPI = _Variables(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+# srun's PMI plugins set PMI_RANK too, and one for Cray PALS_RANKID, but not the local size: that task is Slurm's.
+_HYDRA = _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+# The mpiexec of HPE Cray systems; it says how many ranks there are only where it serves Cray's PMI.
+_PALS = _Variables("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
 # What PALS may leave out, and where else it may be found; the last is the user's.
 _LEFT_OUT = {"PMI_SIZE": ("WORLD_SIZE",), "PALS_LOCAL_SIZE": ("PMI_LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
 
@@ -71,7 +60,7 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
         node_id=node_id,
         num_nodes=num_nodes,
         master_addr=environ.get("MASTER_ADDR") or _only_host(num_nodes),
-        master_port=read_int(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else _port(environ),
+        master_port=read_master_port(environ, _port(environ)),
         host=host_name(),
     )
 
@@ -92,11 +81,9 @@ def _completed(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {**environ, **more}
 
 
-def _family(environ: Mapping[str, str]) -> Variables | None:
-    for family in FAMILIES.values():
-        if all(name in environ for name in (family.rank, family.size, family.local_rank, family.local_size)):
-            return family
-    return None
+def _family(environ: Mapping[str, str]) -> _Variables | None:
+    families = (_OPEN_MPI, _HYDRA, _PALS)
+    return next((family for family in families if all(name in environ for name in family)), None)
 
 
 def _node(rank: int, world_size: int, local_rank: int, local_size: int) -> tuple[int, int]:

@@ -257,8 +257,7 @@ def hints(environ: Mapping[str, str], info: RankInfo, pid: int) -> list[str]:
     if "SLURM_PTY_PORT" in environ and environ.get("SLURM_TASK_PID") != str(pid):
         found.append(
             f"srun --pty started {pluralize(info.world_size, 'task')}, of which only this one has a terminal, and "
-            "waits "
-            "for the others; for a shell, start one task (srun --pty --ntasks 1), and srun --overlap in it"
+            "waits for the others; for a shell, start one task (srun --pty --ntasks 1), and srun --overlap in it"
         )
     num_nodes = _sum(environ, "SLURM_JOB_NUM_NODES")
     if num_groups(environ) > 1 and num_nodes is not None and info.num_nodes < num_nodes:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stormo.errors import SettingError
-from stormo.launch.rank_info import RankInfo, host_name, read_int
+from stormo.launch.rank_info import RankInfo, host_name, read_torch_variables
 from stormo.system.process import start_ticks
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for the error of a worker
@@ -25,18 +25,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Who this process is, according to torchrun."""
-    return RankInfo(
-        launcher="torchrun",
-        rank=read_int(environ, "RANK"),
-        world_size=read_int(environ, "WORLD_SIZE"),
-        local_rank=read_int(environ, "LOCAL_RANK"),
-        local_size=read_int(environ, "LOCAL_WORLD_SIZE"),
-        node_id=read_int(environ, "GROUP_RANK"),
-        num_nodes=read_int(environ, "GROUP_WORLD_SIZE"),
-        master_addr=environ.get("MASTER_ADDR", ""),
-        master_port=read_int(environ, "MASTER_PORT"),
-        host=host_name(),
-    )
+    return read_torch_variables(environ, "torchrun", node_id="GROUP_RANK", num_nodes="GROUP_WORLD_SIZE")
 
 
 def check_restarts(environ: Mapping[str, str], max_restarts: int) -> None:
