@@ -36,10 +36,10 @@ class CompiledAhead:
     obstacle: str | None = None  # kernels not compiled here are compiled when a step first calls them
 
 
-def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device, training: bool = True) -> CompiledAhead:
+def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> CompiledAhead:
     """Compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
 
-    `dtype` is that of the activations (autocast's, say). `training` includes the backward and the evaluation passes.
+    `dtype` is that of the activations (autocast's, say).
     """
     began_s = time.perf_counter()
     if not any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules()):
@@ -54,13 +54,13 @@ def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device, tr
         with torch.cuda.device(device):
             # In a context of its own: an error inside leaves triton's asynchronous mode switched on.
             context = contextvars.copy_context()
-            num_kernels, obstacle = context.run(compile_calls, needed_calls(model, dtype, training), device)
+            num_kernels, obstacle = context.run(compile_calls, needed_calls(model, dtype), device)
     except Exception as error:  # whatever this triton cannot do ahead, it does or reports at the first call
         obstacle = f"{type(error).__name__}: {error}"
     return CompiledAhead(num_kernels=num_kernels, time_s=time.perf_counter() - began_s, obstacle=obstacle)
 
 
-def needed_calls(model: nn.Module, dtype: torch.dtype, training: bool = True) -> list[KernelCall]:
+def needed_calls(model: nn.Module, dtype: torch.dtype) -> list[KernelCall]:
     """The kernel calls of all fused layers; a norm layer's with and without a residual, which only a step knows."""
     norms: dict[tuple[Any, ...], NormAct] = {}
     has_pool = False
@@ -76,11 +76,11 @@ def needed_calls(model: nn.Module, dtype: torch.dtype, training: bool = True) ->
     # Recording draws masks from the CPU's generator, whose state must not change.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorded_calls() as calls:
         for layer in norms.values():
-            for in_training in (True, False) if training else (False,):
-                _record_norm(layer, dtype, in_training, backward=training)
+            for in_training in (True, False):
+                _record_norm(layer, dtype, in_training)
         # A pool's own channels are not known to it: those of the norms around it are the best guess there is.
         for channels in sorted(num_channels) if has_pool else ():
-            _record_pool(channels, dtype, backward=training)
+            _record_pool(channels, dtype)
     return calls
 
 
@@ -101,7 +101,7 @@ def _activations(num_channels: int, dtype: torch.dtype) -> Tensor:
     return x.requires_grad_()
 
 
-def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool, backward: bool) -> None:
+def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool) -> None:
     from stormo.layers.fused_norm import norm_act
 
     weight, bias, running_mean, running_var, num_batches_tracked = map(_stand_in, _tensors(layer))
@@ -128,16 +128,14 @@ def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool, backward
             reduce_stats=reduce,
             reduce_grads=reduce,
         )
-        if backward and in_training:
+        if in_training:
             y.sum().backward()  # as a loss does; an explicit gradient makes torch import sympy: a second
 
 
-def _record_pool(num_channels: int, dtype: torch.dtype, backward: bool) -> None:
+def _record_pool(num_channels: int, dtype: torch.dtype) -> None:
     from stormo.layers.fused_pool import max_pool
 
-    y = max_pool(_activations(num_channels, dtype))
-    if backward:
-        y.sum().backward()
+    max_pool(_activations(num_channels, dtype)).sum().backward()
 
 
 def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> tuple[int, str | None]:

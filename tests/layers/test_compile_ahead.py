@@ -178,12 +178,6 @@ def test_each_specialisation_is_compiled_once_and_none_in_vain(compiled: list[st
 
 
 @needs_triton
-def test_evaluation_needs_the_forward_kernels_alone(compiled: list[str]) -> None:
-    compile_calls(needed_calls(_Model(), torch.bfloat16, training=False), None)
-    assert set(compiled) == {"apply_kernel", "max_pool_kernel"}
-
-
-@needs_triton
 def test_parameters_at_odd_addresses_are_compiled_as_such(compiled: list[str]) -> None:
     model = _Model()
     flat = torch.zeros(161)
