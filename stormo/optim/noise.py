@@ -54,25 +54,15 @@ def annealed_sigma(eta: float, gamma: float, step: int) -> float:
 Chunk = tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]
 
 
-def add_noise(gradients: Iterable[Tensor | None], sigma: float, seed: int) -> None:
+@torch.no_grad()
+def add_noise(chunks: Iterable[Chunk], sigma: float, seed: int) -> None:
     """Add N(0, sigma²) to every element, in place; the numbers depend on seed and device type only.
 
     Args:
-        gradients: of all parameters of the model in their order, None where there is none.
+        chunks: in any order; a shard gets the noise of its place in the whole parameter.
         sigma: the standard deviation.
         seed: of the step; each parameter derives its own from it.
     """
-    chunks = (
-        (gradient, number, tuple(gradient.shape), (0,) * gradient.ndim)
-        for number, gradient in enumerate(gradients)
-        if gradient is not None
-    )
-    add_noise_to_chunks(chunks, sigma, seed)
-
-
-@torch.no_grad()
-def add_noise_to_chunks(chunks: Iterable[Chunk], sigma: float, seed: int) -> None:
-    """Add to shards the same noise that `add_noise` adds to whole parameters."""
     generators: dict[torch.device, torch.Generator] = {}
     for gradient, number, whole_shape, offset in chunks:
         device = gradient.device

@@ -22,6 +22,7 @@ from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
 from stormo.layers.sync_batch_norm import BatchNormBase
+from stormo.parallel.coalesced import copy, split_like
 from stormo.parallel.fsdp import Sharded, compose
 from stormo.parallel.loss_weights import EmptyBatchGuard
 from stormo.parallel.meta_init import sample_batch, temporary_weights
@@ -178,7 +179,7 @@ class Pipelined(Sharded):
         sums = torch.stack([seen, self.loss_weights.own - before, has_counts])
         with self.exposed.waiting():
             self._pipeline.sum(sums)
-        self.loss_weights.take(before + sums[1])
+        self.loss_weights.own.copy_(before + sums[1])  # also where another worker has counted them
         if not knew_counts:
             self.loss_weights.require_alike(bool(sums[2]))
         return sums[0] * self._loss_share
@@ -191,17 +192,13 @@ class Pipelined(Sharded):
 
     def _reached(self) -> list[Tensor]:
         """The gradients of this worker's stages; zeros where only data-parallel peers have one."""
-        trained = [one.parameter for one in self._locals if one.parameter.requires_grad]
+        trained = [parameter for parameter, _ in self._pairs if parameter.requires_grad]
         if self.task.find_unused and trained:
             is_reached = torch.tensor([float(parameter.grad is not None) for parameter in trained])
             for parameter, is_anywhere in zip(trained, self.world.data.max(is_reached).tolist(), strict=True):
                 if is_anywhere and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in trained if parameter.grad is not None]
-
-    def without_gradient(self) -> list[str]:
-        """The trained parameters of this worker's stages without a gradient."""
-        return [one.name for one in self._locals if one.parameter.requires_grad and one.parameter.grad is None]
 
     def pipeline_trace(self) -> dict[str, Any] | None:
         """One micro-step of rank 0's pipeline, with the measured and the predicted idle share."""
@@ -230,5 +227,4 @@ def average(gradients: Sequence[Tensor], group: SubGroup) -> None:
             some.append(waiting.pop(0))
             num_bytes += some[-1].nbytes
         flat = group.sum(torch.cat([gradient.reshape(-1) for gradient in some])).div_(group.size)
-        for gradient, mean in zip(some, flat.split([g.numel() for g in some]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        copy(some, split_like(flat, some))

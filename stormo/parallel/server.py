@@ -147,14 +147,6 @@ class Server(Strategy):
         square = self._transport.sum_among(range(len(self._assigned)), norm * norm)
         return torch.tensor(math.sqrt(square), dtype=torch.float64)
 
-    def _add_noise(self) -> None:
-        numbers = {name: number for number, (name, _) in enumerate(self.module.named_parameters())}
-        chunks = []
-        for (name, _), kept in zip(self._assigned[self.world.rank], self.optimizer_params(), strict=True):
-            if kept.grad is not None:
-                chunks.append((kept.grad, numbers[name], tuple(kept.shape), (0,) * kept.ndim))
-        self._noise.add_to_chunks(chunks, self.clock.step)
-
     def _detect_sparse(self) -> None:
         if self._any_has_sparse():
             raise SettingError(
@@ -231,7 +223,7 @@ class Server(Strategy):
         super().load_state_dict(state)
         self._ages_before, self._ages = _added([state.get("stale_gradients", {})]), Counter()
         if isinstance(self._server, AsyncServer):
-            self._server.reset_ages()
+            self._server.ages.clear()
 
 
 def _added(counts: list[Mapping[Any, int]]) -> Counter[int]:
