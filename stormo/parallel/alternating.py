@@ -21,7 +21,7 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.optim.task_optimizer import JoinedOptimizer, make_task_optimizers
 from stormo.parallel.base import Strategy, absent
-from stormo.parallel.coalesced import broadcast, copy, means
+from stormo.parallel.coalesced import copy, means
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
 
@@ -53,10 +53,6 @@ class Alternating(Strategy):
     def noise_scale_reason(self) -> str:
         """Why the noise scale is not measured."""
         return REASON
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        broadcast(self.world, [*model.parameters(), *model.buffers()])
-        return model
 
     def loss_of(self, model: nn.Module, data: Any) -> Any:
         """What the task returns for the optimizer whose turn it is."""

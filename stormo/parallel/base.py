@@ -47,7 +47,7 @@ from stormo.optim.task_optimizer import (
     parameters_not_in,
 )
 from stormo.optim.task_scheduler import TaskScheduler
-from stormo.parallel.coalesced import copy, split_like
+from stormo.parallel.coalesced import broadcast, copy, split_like
 from stormo.parallel.compression import HALF_DTYPES, PowerSgd
 from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, capture
 from stormo.parallel.exposed import ExposedWait
@@ -219,7 +219,8 @@ class Strategy:
         return NoiseScaleMeter(self.world) if is_measured else None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap the model, which distributes it over the workers."""
+        """Wrap the model, which distributes it over the workers; here all get rank 0's values."""
+        broadcast(self.world, [*model.parameters(), *model.buffers()])
         return model
 
     def _compiled(self, model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from stormo.config.plan.parallelism import STAGES_PER_WORKER
 from stormo.data.batches import batch_length, cut
-from stormo.data.generators import host_states
+from stormo.data.generators import host_states, same_states
 from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
@@ -62,9 +62,9 @@ class Pipelined(Sharded):
         """The pieces of the model, from the task or from one call of the model."""
         name, plan = type(self.task).__name__, self._plan
         batch = sample_batch(self.task, max(1, plan.micro_batch_size // plan.micro_batches), self.world.device)
-        before = self._random_state()
+        before, gpu_before = host_states(), _gpu_state(self.world.device)
         self._call = model_inputs(lambda model: self.task.loss(model, batch), model, f"{name}.loss")
-        if self._random_state() != before:
+        if not same_states(before, host_states()) or _gpu_state(self.world.device) != gpu_before:
             raise SettingError(
                 f"{name}.loss draws random numbers before it calls the model",
                 "a pipeline calls it once for the inputs and once for the loss, and the second call would draw others",
@@ -84,13 +84,6 @@ class Pipelined(Sharded):
                 f"put them into a module, or leave out the axis shard, or give {name} a pieces(model)",
             )
         return pieces
-
-    def _random_state(self) -> str:
-        """The state of all generators that a loss may draw from."""
-        device = self.world.device
-        on_gpu = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
-        numbers, *others = host_states()
-        return repr((numbers.tolist(), on_gpu, *((kind, list(state), *rest) for kind, state, *rest in others)))
 
     def _costs(self, pieces: Pieces) -> list[float]:
         """Seconds of each piece, as rank 0 measures them."""
@@ -118,7 +111,6 @@ class Pipelined(Sharded):
             stage.set_reshard_after_backward(False)
         engine = self._engine = Engine(
             self._stages,
-            self._numbers,
             num_stages=self._num_stages,
             group=self._pipeline,
             device=self.world.device,
@@ -213,6 +205,10 @@ class Pipelined(Sharded):
             "measured_bubble": idle_share(self.spans, workers),
             "spans": [list(span) for span in self.spans],
         }
+
+
+def _gpu_state(device: torch.device) -> Any:
+    return torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
 
 
 @torch.no_grad()

@@ -27,7 +27,6 @@ from stormo.layers.sync_batch_norm import local_statistics
 from stormo.optim.sharded import check_elementwise, to_local_params
 from stormo.optim.table import start_momentum
 from stormo.parallel.base import Strategy
-from stormo.parallel.coalesced import broadcast
 from stormo.parallel.gradient_noise import total_norm
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
 from stormo.parallel.server_transport import (
@@ -58,7 +57,6 @@ class Server(Strategy):
             )
         if workers.servers > 1:
             check_elementwise(self.optimizer, "each server would step some of the tensors", "tensor", "set --servers 1")
-        broadcast(world, [*self.module.parameters(), *self.module.buffers()])
         numbers_of = assign([parameter.nbytes for _, parameter in trained], workers.servers)
         self._assigned = [[trained[number] for number in numbers] for numbers in numbers_of]
         self._messages = [

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stormo.errors import SettingError, pluralize
 from stormo.parallel.meta_init import direct_tensors
 from stormo.parallel.pipeline.fx_trace import trace
+from stormo.parallel.tensor.plan import chain_of, is_chain
 
 _EXAMPLE = (
     "give the task a method that names the pieces, such as\n"
@@ -100,8 +101,8 @@ def find_pieces(
     """
     if given is not None:
         found = _given(model, given, name)
-    elif type(model).forward is nn.Sequential.forward and isinstance(model, nn.Sequential):
-        items = tuple(Piece(full, module, (module,)) for full, module in _flat(model, ""))
+    elif is_chain(model):
+        items = tuple(Piece(full, module, (module,)) for full, module in chain_of(model))
         found = Pieces(items, "the modules of nn.Sequential")
     else:
         try:
@@ -168,15 +169,6 @@ def _bound_modules(item: Any) -> Iterator[nn.Module]:
     elif callable(item):
         yield from _bound_modules([getattr(item, "__self__", None)])
         yield from _bound_modules([cell.cell_contents for cell in getattr(item, "__closure__", None) or ()])
-
-
-def _flat(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module._modules.items():
-        assert child is not None
-        if isinstance(child, nn.Sequential) and type(child).forward is nn.Sequential.forward:
-            yield from _flat(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
 
 
 def _ties(model: nn.Module) -> dict[int, tuple[str, ...]]:
