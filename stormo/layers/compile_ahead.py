@@ -11,10 +11,8 @@ import contextlib
 import contextvars
 import gc
 import os
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,37 +25,26 @@ from stormo.layers.norm_act import FUSED_DTYPES, NormAct, fused_obstacle
 _MAX_THREADS = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledAhead:
-    """The number of compiled kernels, and why not more."""
-
-    num_kernels: int
-    time_s: float
-    obstacle: str | None = None  # kernels not compiled here are compiled when a step first calls them
-
-
-def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> CompiledAhead:
+def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[int, str | None]:
     """Compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
 
-    `dtype` is that of the activations (autocast's, say).
+    `dtype` is that of the activations (autocast's, say). Returns the number of compiled kernels, and why not more; the
+    others are compiled when a step first calls them.
     """
-    began_s = time.perf_counter()
     if not any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules()):
-        return CompiledAhead(num_kernels=0, time_s=0.0)
+        return 0, None
     obstacle = fused_obstacle(device)
     if obstacle is None and dtype not in FUSED_DTYPES:
         obstacle = f"the fused kernels do not compute in {dtype}"
     if obstacle is not None:
-        return CompiledAhead(num_kernels=0, time_s=0.0, obstacle=obstacle)
-    num_kernels = 0
+        return 0, obstacle
     try:
         with torch.cuda.device(device):
             # In a context of its own: an error inside leaves triton's asynchronous mode switched on.
             context = contextvars.copy_context()
-            num_kernels, obstacle = context.run(compile_calls, needed_calls(model, dtype), device)
+            return context.run(compile_calls, needed_calls(model, dtype), device)
     except Exception as error:  # whatever this triton cannot do ahead, it does or reports at the first call
-        obstacle = f"{type(error).__name__}: {error}"
-    return CompiledAhead(num_kernels=num_kernels, time_s=time.perf_counter() - began_s, obstacle=obstacle)
+        return 0, f"{type(error).__name__}: {error}"
 
 
 def needed_calls(model: nn.Module, dtype: torch.dtype) -> list[KernelCall]:

@@ -7,13 +7,14 @@ al., arXiv 1511.06807) is drawn from N(0, eta / (1 + step)^gamma). Seeds come fr
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from stormo.data.order import derive_seed
 
 
 def factor_sigma(num_samples: int, small_batch: int) -> float:
@@ -70,14 +71,9 @@ def add_noise(chunks: Iterable[Chunk], sigma: float, seed: int) -> None:
             continue
         if device not in generators:
             generators[device] = torch.Generator(device)
-        generator = generators[device].manual_seed(_seed_of(seed, number))
+        generator = generators[device].manual_seed(derive_seed(seed, number))
         # Independent of strides, which may differ between workers.
         drawn = torch.randn(whole_shape, generator=generator, dtype=gradient.dtype, device=device)
         for dim, (start, size) in enumerate(zip(offset, gradient.shape, strict=True)):
             drawn = drawn.narrow(dim, start, size)
         gradient.add_(drawn, alpha=sigma)
-
-
-def _seed_of(seed: int, number: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
