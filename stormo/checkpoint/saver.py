@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -193,17 +194,11 @@ class Saver:
 
     def _sharded(self, shard: Shard, folder: Path | None, policy: RetentionPolicy, temporary: TempDir) -> _Job:
         own = ShardWriter(self._world.rank, self._frozen_shard(shard))
-        publish: Callable[[Abandoned], Saved] | None = None
-        if folder is not None:
-            publisher = Publisher(folder, shard, policy, self._world.size)
-
-            def publish(abandoned: Abandoned) -> Saved:
-                return publisher.publish(temporary.path, temporary.notices, abandoned)
-
-        def write(abandoned: Abandoned) -> None:
-            own.write(temporary.path, policy.step, abandoned)
-
-        return _Job(write, publish, None if folder is None else temporary.path)
+        write = partial(own.write, temporary.path, policy.step)
+        if folder is None:
+            return _Job(write, None)
+        publisher = Publisher(folder, shard, policy, self._world.size)
+        return _Job(write, partial(publisher.publish, temporary.path, temporary.notices), temporary.path)
 
     def _frozen(self, snapshot: Snapshot) -> Snapshot:
         if not self._in_background:
