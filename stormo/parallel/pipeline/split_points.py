@@ -37,20 +37,15 @@ class Piece:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Its parameters, each once."""
-        direct = [tensor for tensor in self._direct_tensors() if isinstance(tensor, nn.Parameter)]
-        called = (parameter for module in self.modules for parameter in module.parameters())
-        yield from {id(parameter): parameter for parameter in (*direct, *called)}.values()
+        yield from {id(tensor): tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)}.values()
 
     def tensors(self) -> Iterator[Tensor]:
         """Its parameters and buffers."""
-        yield from self.parameters()
-        yield from self._direct_tensors()
+        direct = (getattr(module, name) for module, name in self.direct)
+        yield from (tensor for tensor in direct if tensor is not None)
         for module in self.modules:
+            yield from module.parameters()
             yield from module.buffers()
-
-    def _direct_tensors(self) -> Iterator[Tensor]:
-        tensors = (getattr(module, name) for module, name in self.direct)
-        return (tensor for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)
