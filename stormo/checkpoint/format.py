@@ -148,6 +148,16 @@ def rank_index_name(rank: int) -> str:
     return f"index-{rank:05d}.json"
 
 
+def load_json(data: bytes) -> Any:
+    """The value in `data`; a `ValueError` says what is wrong with it."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"it is not valid JSON ({error})") from error
+
+
 def parse_manifest(data: bytes) -> Manifest:
     """The manifest in `data`; a `ValueError` says what is wrong with it."""
     try:

@@ -27,6 +27,7 @@ from stormo.checkpoint.format import (
     SHARD_NAME,
     FileEntry,
     is_sha256,
+    load_json,
     rank_index_name,
     shard_name,
 )
@@ -92,7 +93,7 @@ def index_json(index: Index) -> bytes:
 
 def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
     """The index in `data`, whose ranks must have both files in the manifest; a `ValueError` says what is wrong."""
-    body = _loaded(data)
+    body = load_json(data)
     if not isinstance(body, dict) or set(body) != {"cuts", *SECTIONS}:
         raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}, and lists of chunks")
     if not isinstance(body["cuts"], list):
@@ -153,7 +154,7 @@ def rank_index_json(index: Index) -> bytes:
 
 def parse_rank_index(data: bytes, rank: int, size_bytes: int) -> Index:
     """The index of a rank whose shard has so many bytes; a `ValueError` says what is wrong with it."""
-    body = _loaded(data)
+    body = load_json(data)
     if not isinstance(body, dict) or not body.keys() <= {*SECTIONS, LOCAL, OWN}:
         raise ValueError("it is not an index of a rank")
     return {
@@ -195,7 +196,7 @@ def _stored(entry: TensorEntry) -> tuple[StoredChunk, ...]:
 
 def parse_index_v2(data: bytes, files: Mapping[str, FileEntry]) -> Index:
     """The index of a checkpoint of version 2; a `ValueError` says what is wrong with it."""
-    body = _loaded(data)
+    body = load_json(data)
     if not isinstance(body, dict) or body.keys() - {LOCAL} != set(SECTIONS):
         raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}")
     index = {
@@ -235,15 +236,6 @@ def _chunk_v2(shown: str, value: Any, dtype: torch.dtype, files: Mapping[str, Fi
 
 
 # All indexes
-
-
-def _loaded(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    except ValueError as error:
-        raise ValueError(f"it is not valid JSON ({error})") from error
 
 
 def _section(body: Mapping[str, Any], section: str) -> dict[str, Any]:

@@ -188,17 +188,15 @@ def restore_local(world: World, path: Path, strategy: Strategy, state: Mapping[s
     """
     if LOCAL not in state:
         return
-    with _read_on_all_ranks(world, path):
-        with Reader(path) as reader:
-            stored = reader.local_entries(0)
-            reader.fill(
-                ReadItem(section=LOCAL, name=_OUTER + name, offset=(0,) * tensor.ndim, into=tensor)
-                for name, tensor in strategy.outer_state().items()
-                if _OUTER + name in stored
-            )
+    with _read_on_all_ranks(world, path), _LocalReader(path, world.rank) as reader:
+        stored = reader.local_entries(0)
+        reader.fill(
+            ReadItem(section=LOCAL, name=_OUTER + name, offset=(0,) * tensor.ndim, into=tensor)
+            for name, tensor in strategy.outer_state().items()
+            if _OUTER + name in stored
+        )
         if is_same:
-            with _LocalReader(path, world.rank) as own:
-                restore_parts(own, strategy.shards(), strategy.optimizer)
+            restore_parts(reader, strategy.shards(), strategy.optimizer)
             strategy.replicas_differ = state[LOCAL]["is_apart"]
             if strategy.scaler.is_enabled() and state[LOCAL]["scalers"][world.rank]:
                 strategy.scaler.load_state_dict(dict(state[LOCAL]["scalers"][world.rank]))

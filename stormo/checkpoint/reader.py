@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -48,6 +47,7 @@ from stormo.checkpoint.format import (
     Found,
     Manifest,
     Snapshot,
+    load_json,
     parse_manifest,
     rank_index_name,
     shard_name,
@@ -124,11 +124,8 @@ def verify(path: Path | str) -> Manifest:
     """Compare every file with its size and SHA-256, without holding any in memory."""
     with Reader(path) as reader:
         for name in reader.manifest.files:
-            digest = hashlib.sha256()
             with reader.open_file(name) as file:
-                while piece := file.read(_PIECE_BYTES):
-                    digest.update(piece)
-            reader.compare(name, digest.hexdigest())
+                reader.compare(name, hashlib.file_digest(file, "sha256").hexdigest())
         return reader.manifest
 
 
@@ -220,9 +217,7 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -290,13 +285,11 @@ class Reader:
     def state(self) -> dict[str, Any]:
         """The plain values of `state.json`."""
         try:
-            state = json.loads(self._read(STATE))
-        except RecursionError as error:
-            raise CorruptCheckpointError(self.path / STATE, "it is nested too deeply") from error
+            state = load_json(self._read(STATE))
+            if not isinstance(state, dict):
+                raise ValueError("it does not hold a JSON object")
         except ValueError as error:
-            raise CorruptCheckpointError(self.path / STATE, f"it is not valid JSON ({error})") from error
-        if not isinstance(state, dict):
-            raise CorruptCheckpointError(self.path / STATE, "it does not hold a JSON object")
+            raise CorruptCheckpointError(self.path / STATE, str(error)) from error
         return state
 
     def tensors(self, file: str) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ class _Job:
         self.temporary = temporary  # on rank 0, which removes it
         self.thread: threading.Thread | None = None
         self._write, self._publish = write, publish
-        self._is_written = threading.Event()
+        self.is_written = threading.Event()  # this rank's own part
         self._began_s = time.perf_counter()
 
     def start(self) -> None:
@@ -73,7 +74,7 @@ class _Job:
         except Exception as error:
             self.failure = error
         finally:
-            self._is_written.set()
+            self.is_written.set()
 
     def publish(self) -> None:
         """Publish the checkpoint, on rank 0."""
@@ -83,10 +84,6 @@ class _Job:
                 self.done = FinishedSave(saved=saved, write_time_s=time.perf_counter() - self._began_s)
         except Exception as error:
             self.failure = error
-
-    def wait_written(self) -> None:
-        """Wait until this rank's own part is written."""
-        self._is_written.wait()
 
     def wait(self) -> None:
         """Wait for the thread, or publish here if there is none."""
@@ -111,7 +108,7 @@ class Saver:
     def __init__(self, world: World, *, in_background: bool) -> None:
         self._world = world
         self._in_background = in_background
-        self._copies = _HostCopies()
+        self._copies: dict[str, Tensor] = {}  # in host memory; the next save in the background fills them again
         self._job: _Job | None = None
         self._done: FinishedSave | None = None
 
@@ -151,7 +148,7 @@ class Saver:
         if job is None:
             return
         try:
-            job.wait_written()
+            job.is_written.wait()
             raise_on_all_ranks(self._world, job.failure)
             job.wait()
             raise_on_all_ranks(self._world, job.failure)
@@ -197,59 +194,47 @@ class Saver:
 
     def _sharded(self, shard: Shard, folder: Path | None, policy: RetentionPolicy, temporary: TempDir) -> _Job:
         own = ShardWriter(self._world.rank, self._frozen_shard(shard))
-        publish: Callable[[Abandoned], Saved] | None = None
-        if folder is not None:
-            publisher = Publisher(folder, shard, policy, self._world.size)
-
-            def publish(abandoned: Abandoned) -> Saved:
-                return publisher.publish(temporary.path, temporary.notices, abandoned)
-
-        def write(abandoned: Abandoned) -> None:
-            own.write(temporary.path, policy.step, abandoned)
-
-        return _Job(write, publish, None if folder is None else temporary.path)
+        write = partial(own.write, temporary.path, policy.step)
+        if folder is None:
+            return _Job(write, None)
+        publisher = Publisher(folder, shard, policy, self._world.size)
+        return _Job(write, partial(publisher.publish, temporary.path, temporary.notices), temporary.path)
 
     def _frozen(self, snapshot: Snapshot) -> Snapshot:
         if not self._in_background:
             return snapshot
         sections = {"model": snapshot.model, "optimizer": snapshot.optimizer, "ranks": snapshot.ranks}
-        copies = self._copies.take({f"{s}/{name}": t for s, each in sections.items() for name, t in each.items()})
+        copies = self._copied({f"{s}/{name}": t for s, each in sections.items() for name, t in each.items()})
         return replace(snapshot, **{s: {name: copies[f"{s}/{name}"] for name in each} for s, each in sections.items()})
 
     def _frozen_shard(self, shard: Shard) -> Shard:
         if not self._in_background:
             return shard
-        copies = self._copies.take({str(number): chunk.tensor for number, chunk in enumerate(shard.chunks)})
+        copies = self._copied({str(number): chunk.tensor for number, chunk in enumerate(shard.chunks)})
         chunks = [replace(chunk, tensor=copies[str(number)]) for number, chunk in enumerate(shard.chunks)]
         return replace(shard, chunks=chunks)
 
-
-class _HostCopies:
-    """Copies of tensors in host memory, which the next call fills again."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
     @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of all values; they overwrite those of the last call."""
         for name, tensor in tensors.items():
             require_plain(name, tensor)
         # Tensors on the CPU too: the next step changes them.
-        copies = {name: self._empty(name, tensor) for name, tensor in tensors.items()}
+        copies = {name: _like(tensor, self._copies.get(name)) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             copies[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
-        self._kept = copies
+        self._copies = copies
         return copies
 
-    def _empty(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._kept.get(name)
-        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
-            return kept
-        # From a GPU, pinned memory is filled several times faster.
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+def _like(tensor: Tensor, kept: Tensor | None) -> Tensor:
+    """Host memory for a copy: that of an earlier one if it is alike."""
+    if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
+        return kept
+    # From a GPU, pinned memory is filled several times faster.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _remove(folder: Path) -> None:

@@ -178,8 +178,8 @@ def collect_random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Set the generators; returns a sentence for each that only the process or only the stored state has."""
+def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Set the generators, except for one that only the process or only the stored state has."""
     try:
         python, numpy = values["python"], values["numpy"]
         torch.set_rng_state(tensors["torch_rng"].cpu())
@@ -195,11 +195,6 @@ def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any
         raise StormoError(f"The stored random state has no {error}.") from error
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise StormoError(f"The stored random state cannot be restored ({error}).") from error
-    if "cuda_rng" in tensors and not torch.cuda.is_available():
-        return ("The random state of the CUDA generator was not restored: this process has no CUDA device.",)
-    if "cuda_rng" not in tensors and torch.cuda.is_initialized():
-        return ("The CUDA generator was not restored: the state was stored by a process without a CUDA device.",)
-    return ()
 
 
 # Parameters and their optimizer state. State of the shape of a parameter's shard is a chunk of the whole state. Any

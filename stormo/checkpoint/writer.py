@@ -277,7 +277,7 @@ class SnapshotWriter:
         return rotate(path, manifest, policy, temporary.notices)
 
 
-def replace_state(path: Path, state: dict[str, Any]) -> Path:
+def replace_state(path: Path, state: dict[str, Any]) -> None:
     """Publish a checkpoint again with other plain values; its tensor files stay as they are."""
     manifest, folder, content = read_manifest(path), path.parent, _state_bytes(state)
     temporary = make_temp_dir(folder, manifest.step, len(content))
@@ -286,7 +286,7 @@ def replace_state(path: Path, state: dict[str, Any]) -> Path:
             if name != STATE:
                 _link_or_copy(path / name, temporary.path / name)
         files = {**manifest.files, STATE: write_file(temporary.path / STATE, (content,))}
-        return publish(temporary.path, folder, replace(manifest, files=files), temporary.notices)
+        publish(temporary.path, folder, replace(manifest, files=files), temporary.notices)
 
 
 def _link_or_copy(file: Path, name: Path) -> None:

@@ -11,10 +11,8 @@ import contextlib
 import contextvars
 import gc
 import os
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,40 +25,29 @@ from stormo.layers.norm_act import FUSED_DTYPES, NormAct, fused_obstacle
 _MAX_THREADS = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledAhead:
-    """The number of compiled kernels, and why not more."""
-
-    num_kernels: int
-    time_s: float
-    obstacle: str | None = None  # kernels not compiled here are compiled when a step first calls them
-
-
-def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device, training: bool = True) -> CompiledAhead:
+def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[int, str | None]:
     """Compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
 
-    `dtype` is that of the activations (autocast's, say). `training` includes the backward and the evaluation passes.
+    `dtype` is that of the activations (autocast's, say). Returns the number of compiled kernels, and why not more; the
+    others are compiled when a step first calls them.
     """
-    began_s = time.perf_counter()
     if not any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules()):
-        return CompiledAhead(num_kernels=0, time_s=0.0)
+        return 0, None
     obstacle = fused_obstacle(device)
     if obstacle is None and dtype not in FUSED_DTYPES:
         obstacle = f"the fused kernels do not compute in {dtype}"
     if obstacle is not None:
-        return CompiledAhead(num_kernels=0, time_s=0.0, obstacle=obstacle)
-    num_kernels = 0
+        return 0, obstacle
     try:
         with torch.cuda.device(device):
             # In a context of its own: an error inside leaves triton's asynchronous mode switched on.
             context = contextvars.copy_context()
-            num_kernels, obstacle = context.run(compile_calls, needed_calls(model, dtype, training), device)
+            return context.run(compile_calls, needed_calls(model, dtype), device)
     except Exception as error:  # whatever this triton cannot do ahead, it does or reports at the first call
-        obstacle = f"{type(error).__name__}: {error}"
-    return CompiledAhead(num_kernels=num_kernels, time_s=time.perf_counter() - began_s, obstacle=obstacle)
+        return 0, f"{type(error).__name__}: {error}"
 
 
-def needed_calls(model: nn.Module, dtype: torch.dtype, training: bool = True) -> list[KernelCall]:
+def needed_calls(model: nn.Module, dtype: torch.dtype) -> list[KernelCall]:
     """The kernel calls of all fused layers; a norm layer's with and without a residual, which only a step knows."""
     norms: dict[tuple[Any, ...], NormAct] = {}
     has_pool = False
@@ -76,11 +63,11 @@ def needed_calls(model: nn.Module, dtype: torch.dtype, training: bool = True) ->
     # Recording draws masks from the CPU's generator, whose state must not change.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorded_calls() as calls:
         for layer in norms.values():
-            for in_training in (True, False) if training else (False,):
-                _record_norm(layer, dtype, in_training, backward=training)
+            for in_training in (True, False):
+                _record_norm(layer, dtype, in_training)
         # A pool's own channels are not known to it: those of the norms around it are the best guess there is.
         for channels in sorted(num_channels) if has_pool else ():
-            _record_pool(channels, dtype, backward=training)
+            _record_pool(channels, dtype)
     return calls
 
 
@@ -101,7 +88,7 @@ def _activations(num_channels: int, dtype: torch.dtype) -> Tensor:
     return x.requires_grad_()
 
 
-def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool, backward: bool) -> None:
+def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool) -> None:
     from stormo.layers.fused_norm import norm_act
 
     weight, bias, running_mean, running_var, num_batches_tracked = map(_stand_in, _tensors(layer))
@@ -128,16 +115,14 @@ def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool, backward
             reduce_stats=reduce,
             reduce_grads=reduce,
         )
-        if backward and in_training:
+        if in_training:
             y.sum().backward()  # as a loss does; an explicit gradient makes torch import sympy: a second
 
 
-def _record_pool(num_channels: int, dtype: torch.dtype, backward: bool) -> None:
+def _record_pool(num_channels: int, dtype: torch.dtype) -> None:
     from stormo.layers.fused_pool import max_pool
 
-    y = max_pool(_activations(num_channels, dtype))
-    if backward:
-        y.sum().backward()
+    max_pool(_activations(num_channels, dtype)).sum().backward()
 
 
 def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> tuple[int, str | None]:

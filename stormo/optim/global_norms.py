@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ class GlobalSquares:
     """Sums over whole layers; every call is one all-reduce, so all workers must make it.
 
     Args:
-        parameters: the shards of this worker, in any order.
-        numbers: the index of each shard's layer in the model; several shards may belong to one layer.
-        is_counted: True on one rank per replica, so that norms count a shard once.
+        layer_of: of each shard of this worker, the index of its layer in the model, which may have several shards, and
+            whether norms count the shard here: True on one rank per replica.
         num_layers: of the model.
         reduce: sums in place over the workers of one replica.
         device: of the all-reduce.
@@ -23,15 +22,12 @@ class GlobalSquares:
     def __init__(
         self,
         *,
-        parameters: Sequence[Tensor],
-        numbers: Sequence[int],
-        is_counted: Sequence[bool],
+        layer_of: Mapping[Tensor, tuple[int, bool]],
         num_layers: int,
         reduce: Callable[[Tensor], Tensor],
         device: torch.device,
     ) -> None:
-        rows = zip(parameters, numbers, is_counted, strict=True)
-        self._layer_of = {parameter: (number, counted) for parameter, number, counted in rows}
+        self._layer_of = layer_of
         self._num_layers = num_layers
         self._reduce = reduce
         self._device = device

@@ -39,15 +39,9 @@ class LAMB(LayerwiseOptimizer):
         norm_bounds: tuple[float, float] | None = None,
         adapt: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "norm_bounds": norm_bounds,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, norm_bounds=norm_bounds, adapt=adapt
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking its numbers."""

@@ -30,15 +30,15 @@ class LARS(LayerwiseOptimizer):
         nesterov: bool = False,
         adapt: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            nesterov=nesterov,
+            adapt=adapt,
+        )
 
     def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
         return layers.weights, layers.gradients

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from stormo.errors import SettingError
 from stormo.optim.global_norms import squares_of
@@ -77,6 +78,9 @@ class LayerwiseOptimizer(Optimizer):
 
     num_norms: ClassVar[int]  # of a layer, that its step needs
     global_squares: Callable[[list[Tensor], Tensor], Tensor] | None = None
+
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        super().__init__(params, defaults)
 
     def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
         """Do all that needs no norm, with the weights untouched; return the `num_norms` lists that are to be measured.

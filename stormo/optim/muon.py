@@ -72,10 +72,9 @@ class Muon(LayerwiseOptimizer):
         eps: float = 1e-8,
         adapt: bool | None = None,
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr}
-        defaults |= {"weight_decay": weight_decay, "betas": betas, "eps": eps, "adapt": adapt}
         self._num_steps = ns_steps
-        super().__init__(params, defaults)
+        options = {"momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr}
+        super().__init__(params, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, adapt=adapt, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking its settings."""

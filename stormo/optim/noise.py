@@ -7,13 +7,14 @@ al., arXiv 1511.06807) is drawn from N(0, eta / (1 + step)^gamma). Seeds come fr
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from stormo.data.order import derive_seed
 
 
 def factor_sigma(num_samples: int, small_batch: int) -> float:
@@ -54,25 +55,15 @@ def annealed_sigma(eta: float, gamma: float, step: int) -> float:
 Chunk = tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]
 
 
-def add_noise(gradients: Iterable[Tensor | None], sigma: float, seed: int) -> None:
+@torch.no_grad()
+def add_noise(chunks: Iterable[Chunk], sigma: float, seed: int) -> None:
     """Add N(0, sigma²) to every element, in place; the numbers depend on seed and device type only.
 
     Args:
-        gradients: of all parameters of the model in their order, None where there is none.
+        chunks: in any order; a shard gets the noise of its place in the whole parameter.
         sigma: the standard deviation.
         seed: of the step; each parameter derives its own from it.
     """
-    chunks = (
-        (gradient, number, tuple(gradient.shape), (0,) * gradient.ndim)
-        for number, gradient in enumerate(gradients)
-        if gradient is not None
-    )
-    add_noise_to_chunks(chunks, sigma, seed)
-
-
-@torch.no_grad()
-def add_noise_to_chunks(chunks: Iterable[Chunk], sigma: float, seed: int) -> None:
-    """Add to shards the same noise that `add_noise` adds to whole parameters."""
     generators: dict[torch.device, torch.Generator] = {}
     for gradient, number, whole_shape, offset in chunks:
         device = gradient.device
@@ -80,14 +71,9 @@ def add_noise_to_chunks(chunks: Iterable[Chunk], sigma: float, seed: int) -> Non
             continue
         if device not in generators:
             generators[device] = torch.Generator(device)
-        generator = generators[device].manual_seed(_seed_of(seed, number))
+        generator = generators[device].manual_seed(derive_seed(seed, number))
         # Independent of strides, which may differ between workers.
         drawn = torch.randn(whole_shape, generator=generator, dtype=gradient.dtype, device=device)
         for dim, (start, size) in enumerate(zip(offset, gradient.shape, strict=True)):
             drawn = drawn.narrow(dim, start, size)
         gradient.add_(drawn, alpha=sigma)
-
-
-def _seed_of(seed: int, number: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

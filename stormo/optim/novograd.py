@@ -40,15 +40,9 @@ class NovoGrad(LayerwiseOptimizer):
         grad_averaging: bool = False,
         adapt: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_averaging=grad_averaging, adapt=adapt
+        )
 
     def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
         return (layers.gradients,)

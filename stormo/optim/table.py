@@ -161,7 +161,7 @@ def skip_compiler_in_step(optimizer: Optimizer) -> None:
 
 def skip_compiler_import(owner: type = Optimizer) -> None:
     """Mark the methods that torch excludes from its compiler as excluded, so that they do not import it."""
-    for method in vars(owner).values():
+    for method in () if "torch._dynamo" in sys.modules else vars(owner).values():
         wrapper = method
         while isinstance(wrapper, FunctionType):
             if wrapper.__code__.co_filename.endswith("_compile.py"):
@@ -219,8 +219,7 @@ def make_optimizer(model: nn.Module, settings: schema.Optimizer, factors: Mappin
 
     `factors` of learning rates are by patterns of parameter names.
     """
-    if "torch._dynamo" not in sys.modules:
-        skip_compiler_import()
+    skip_compiler_import()
     base: Any = OPTIMIZERS[settings.optimizer]
     is_free = base is schedule_free_adamw
     base = schedule_free_adamw() if is_free else base

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +24,7 @@ _MAX_NAMED = 3  # frozen parameters
 
 def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimizer | None:
     """The task's optimizer for a model already on its device; None if the settings decide."""
-    if "torch._dynamo" not in sys.modules:
-        skip_compiler_import()
+    skip_compiler_import()
     optimizer = make(model)
     if optimizer is None:
         return None
@@ -58,8 +56,7 @@ class JoinedOptimizer(Optimizer):
 
 def make_task_optimizers(make: Callable[[nn.Module], Any], model: nn.Module) -> JoinedOptimizer:
     """The optimizers of a task that has several, checked, with what they leave out frozen."""
-    if "torch._dynamo" not in sys.modules:
-        skip_compiler_import()
+    skip_compiler_import()
     parts = make(model)
     if not isinstance(parts, Mapping) or not parts or not all(isinstance(name, str) for name in parts):
         kind = type(parts).__name__

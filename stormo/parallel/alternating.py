@@ -7,7 +7,7 @@ gradients after backward: torch's DDP expects every parameter to be reached in e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from stormo.config import schema
 from stormo.config.plan import Plan
-from stormo.data.loaders import Batch, Loader
+from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.optim.task_optimizer import JoinedOptimizer, make_task_optimizers
 from stormo.parallel.base import Strategy, absent
-from stormo.parallel.coalesced import broadcast, copy, means
+from stormo.parallel.coalesced import copy, means
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
 
@@ -38,7 +38,6 @@ class Alternating(Strategy):
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         check(settings)
         self._held: list[Batch] = []  # the micro-batches of the step, for the second optimizer and later ones
-        self._is_warming_up = False
         super().__init__(world, plan, task, settings)
 
     def _task_optimizer(self, model: nn.Module) -> JoinedOptimizer:
@@ -54,10 +53,6 @@ class Alternating(Strategy):
     def noise_scale_reason(self) -> str:
         """Why the noise scale is not measured."""
         return REASON
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        broadcast(self.world, [*model.parameters(), *model.buffers()])
-        return model
 
     def loss_of(self, model: nn.Module, data: Any) -> Any:
         """What the task returns for the optimizer whose turn it is."""
@@ -129,16 +124,6 @@ class Alternating(Strategy):
             gradients = self._gradients()
             with self.exposed.waiting():
                 copy(gradients, means(self.world, gradients))
-
-    def warm_up(
-        self, loader: Loader, batches: Iterable[Batch] | None = None, on_loss: Callable[[Tensor], None] | None = None
-    ) -> None:
-        """As on one device, with the losses of all optimizers."""
-        self._is_warming_up = True
-        try:
-            super().warm_up(loader, batches, on_loss)
-        finally:
-            self._is_warming_up = False
 
     def _capture(self, batch: Batch) -> None:
         self._note_no_graph(REASON)

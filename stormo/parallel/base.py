@@ -47,6 +47,7 @@ from stormo.optim.task_optimizer import (
     parameters_not_in,
 )
 from stormo.optim.task_scheduler import TaskScheduler
+from stormo.parallel.coalesced import broadcast, copy, split_like
 from stormo.parallel.compression import HALF_DTYPES, PowerSgd
 from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, capture
 from stormo.parallel.exposed import ExposedWait
@@ -96,6 +97,7 @@ class Strategy:
     staleness = 0  # steps that a worker may be ahead of the slowest
     powersgd: PowerSgd | None = None
     _is_trying = False  # whether this step is one of `try_step`
+    _is_warming_up = False  # whether micro-batches belong to no step
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         self.world = world
@@ -164,6 +166,8 @@ class Strategy:
         return self.world.small_messages().sum
 
     def _make_optimizer(self, model: nn.Module) -> None:
+        # Of all parameters, before any is moved to another worker.
+        self._parameter_numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
         if self._settings.optimizer.freeze is not None:
             self.notices.append(freeze(model, self._settings.optimizer.freeze))
         own = self._task_optimizer(model)
@@ -215,7 +219,8 @@ class Strategy:
         return NoiseScaleMeter(self.world) if is_measured else None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap the model, which distributes it over the workers."""
+        """Wrap the model, which distributes it over the workers; here all get rank 0's values."""
+        broadcast(self.world, [*model.parameters(), *model.buffers()])
         return model
 
     def _compiled(self, model: nn.Module) -> nn.Module:
@@ -291,9 +296,7 @@ class Strategy:
         floats = [buffer for _, buffer in self.named_buffers() if buffer.is_floating_point()]
         if floats:
             flat = torch.cat([buffer.flatten().double() for buffer in floats])
-            group.sum(flat).div_(group.size)
-            for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
-                buffer.copy_(mean.view_as(buffer))
+            copy(floats, split_like(group.sum(flat).div_(group.size), floats))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint, the same on all workers. All workers call it."""
@@ -502,14 +505,16 @@ class Strategy:
             if meter is not None:
                 meter.end(norm if is_unscaled or scale is None else norm / scale, scale)
         if adds_noise:
-            self._add_noise()
+            chunks = (
+                (gradient, self._parameter_numbers[shard.name], shard.whole_shape, shard.offset)
+                for shard in self.shards()
+                if (gradient := shard.local.grad) is not None
+            )
+            self._noise.add(chunks, self.clock.step)
 
     def _gradient_norm(self) -> Tensor:
         """The norm of the whole gradient."""
         return total_norm(self._gradients())
-
-    def _add_noise(self) -> None:
-        self._noise.add([parameter.grad for parameter in self.optimizer_params()], self.clock.step)
 
     def clear_gradients(self) -> None:
         """Set all gradients to None."""
@@ -584,6 +589,7 @@ class Strategy:
         meter, self.noise_scale = self.noise_scale, None  # these belong to no step
         if meter is not None:
             meter.forget()
+        self._is_warming_up = True
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             for batch in loader.first_and_last() if batches is None else batches:
                 loss = self.micro_step(batch)
@@ -595,6 +601,7 @@ class Strategy:
                 check_learning_rates(self.optimizer, self.learning_rates)
                 if self._plan.graph and self._graph is None and self._is_full(batch):
                     self._capture(batch)
+        self._is_warming_up = False
         self.noise_scale = meter if self.loss_weights.is_plain and not self._is_sparse else None
         for name, buffer in self.module.named_buffers():
             if name in buffers:  # a module may create some in its first forward

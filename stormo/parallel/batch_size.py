@@ -231,7 +231,9 @@ class StateSnapshot:
             setattr(layer, name, buffer.copy_(before))
         optimizer.state.clear()
         for owner, state in self._states.items():
-            optimizer.state[owner] = {key: _restored(*saved) for key, saved in state.items()}
+            optimizer.state[owner] = {
+                key: value if before is None else value.copy_(before) for key, (value, before) in state.items()
+            }
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(values)
         self._strategy.learning_rates = self._learning_rates
@@ -246,7 +248,3 @@ class StateSnapshot:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _restored(value: Any, before: Tensor | None) -> Any:
-    return value if before is None else value.copy_(before)

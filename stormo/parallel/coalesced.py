@@ -21,7 +21,7 @@ def broadcast(world: World, tensors: Sequence[Tensor]) -> None:
     for bucket in _buckets(tensors) if world.size > 1 else ():
         flat = torch.cat([_flat(tensor) for tensor in bucket])
         world.broadcast(flat.view(torch.uint8))  # of any dtype
-        copy(bucket, _split(flat, bucket))
+        copy(bucket, split_like(flat, bucket))
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def means(world: World, tensors: Sequence[Tensor], dtype: torch.dtype | None = N
         summed = dtype or _SUMMED_AS.get(own, own)
         flat = torch.cat([_flat(tensor).to(world.device, summed) for tensor in bucket])
         world.sum(torch.view_as_real(flat) if flat.is_complex() else flat)
-        yield from _split(flat.div_(world.size).to(dtype or own), bucket)
+        yield from split_like(flat.div_(world.size).to(dtype or own), bucket)
 
 
 @torch.no_grad()
@@ -52,8 +52,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)
 
 
-def _split(flat: Tensor, bucket: Sequence[Tensor]) -> Iterator[Tensor]:
-    for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The values of a flat tensor in the shapes of these tensors, in their order."""
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         yield values.view(tensor.shape)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from stormo.data.order import derive_seed
 from stormo.distributed.parallel_dims import SubGroup
 from stormo.distributed.world import World
+from stormo.parallel.coalesced import copy, split_like
 from stormo.parallel.gradient_noise import NoiseScaleMeter, begin_sum
 
 
@@ -32,13 +32,6 @@ class GradBucket:
     gradients: Sequence[Tensor] = ()
     parameters: Sequence[Tensor] = ()
     counts: Tensor | None = None  # small numbers that are summed without compression
-
-
-class Method(Protocol):
-    """A way to exchange gradients."""
-
-    def exchange(self, bucket: GradBucket, wire: Wire) -> None:
-        """Replace this worker's gradients by the sum over all workers, with the same bits on all of them."""
 
 
 class Wire:
@@ -73,12 +66,12 @@ class Wire:
 class Compression:
     """The exchange of gradients by one method, bucket by bucket."""
 
-    def __init__(self, world: World, method: Method, meter: NoiseScaleMeter | None = None) -> None:
+    def __init__(self, world: World, method: HalfPrecision | PowerSgd, meter: NoiseScaleMeter | None = None) -> None:
         """Make a process group, so that buckets are not mixed up with other communication during backward.
 
         Args:
             world: of the workers.
-            method: by which gradients are exchanged.
+            method: replaces gradients by their sum over all workers, with the same bits on all of them.
             meter: measures them before.
         """
         self._size = world.size
@@ -292,9 +285,7 @@ def _sum_coalesced(wire: Wire, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for group in by_dtype.values():
-        flat = wire.sum(torch.cat([tensor.reshape(-1) for tensor in group]))
-        for tensor, values in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        copy(group, split_like(wire.sum(torch.cat([tensor.reshape(-1) for tensor in group])), group))
 
 
 def orthonormalise(matrix: Tensor) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stormo.config import schema
 from stormo.config.plan import Plan
-from stormo.data.loaders import Batch, Loader
+from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch.torch_errors import unreduced_parameters
@@ -85,26 +84,6 @@ def _with_strides(strides: tuple[int, ...], gradient: Tensor) -> Tensor:
     return gradient.as_strided(gradient.shape, strides)
 
 
-def check_reached(task: Task, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
-    """Before a step: refuse gradients that DDP has not averaged because some parameters had none."""
-    if not task.find_unused and any(parameter.grad is None and parameter.requires_grad for parameter in trained):
-        raise unused_parameters(task, without_gradient(model), _LATER)
-
-
-@contextmanager
-def name_unused_parameters(task: Task, model: nn.Module) -> Iterator[None]:
-    """Name the parameters without a gradient, for which DDP raises an error in the next forward."""
-    try:
-        yield
-    except RuntimeError as error:
-        numbers = unreduced_parameters(error)
-        if numbers is None:
-            raise
-        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        names = [trained[number] for number in numbers if number < len(trained)]
-        raise unused_parameters(task, names or trained, _LATER) from error
-
-
 def _arithmetic(device: torch.device) -> dict[str, Any]:
     """What must be equal on all workers, so that they compute the same bits from the same matrices."""
     if device.type == "cuda":
@@ -115,10 +94,58 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
     }
 
 
-class Ddp(Strategy):
+class Replicated(Strategy):
+    """What strategies share that may average gradients by torch's DistributedDataParallel."""
+
+    _replica: DistributedDataParallel | None = None  # set by `_replicate`
+    _is_exchanging = False  # whether this micro-batch is the last of its step
+
+    def _replicate(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
+        """Let DDP average the gradients of a model."""
+        align_strides(model)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._replica = replica(
+            model,
+            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self.task.find_unused,
+            **options,
+        )
+        return self._replica
+
+    def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
+        self._is_exchanging = is_last
+        return nullcontext() if is_last or self._replica is None else self._replica.no_sync()
+
+    def micro_step(self, batch: Batch) -> Tensor:
+        """As on one device; names the parameters without a gradient, for which DDP raises an error a forward later."""
+        try:
+            return super().micro_step(batch)
+        except RuntimeError as error:
+            numbers = unreduced_parameters(error)
+            if numbers is None:
+                raise
+            trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+            names = [trained[number] for number in numbers if number < len(trained)]
+            raise unused_parameters(self.task, names or trained, _LATER) from error
+
+    def _backward(self, loss: Tensor) -> None:
+        is_exchanging = self._replica is not None and self._is_exchanging and not self._is_trying
+        if is_exchanging and loss.requires_grad:
+            self.exposed.watch_backward(loss)
+        super()._backward(loss)
+
+    def _collect_gradients(self) -> None:
+        """Refuse gradients that DDP has not averaged because some parameters had none."""
+        if self._replica is None or self.task.find_unused:
+            return
+        if any(parameter.grad is None and parameter.requires_grad for parameter in self._trained):
+            raise unused_parameters(self.task, without_gradient(self.module), _LATER)
+
+
+class Ddp(Replicated):
     """torch's DistributedDataParallel."""
 
-    _is_exchanging = False  # whether this micro-batch is the last of its step
     _compression: Compression | None = None
     _hook_meter: NoiseScaleMeter | None = None  # sees every bucket
 
@@ -130,23 +157,15 @@ class Ddp(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.world.size == 1:
             return model
-        align_strides(model)
-        self._replica = replica(
-            model,
-            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self.task.find_unused,
-            bucket_cap_mb=None if self.world.link is None else self.world.link.bucket_mb,
-        )
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        made = self._replicate(model, bucket_cap_mb=None if self.world.link is None else self.world.link.bucket_mb)
         # A lambda, because torch evaluates the annotations of a hook, which are strings here.
         if self._settings.workers.compress != "none":
             self._compression = Compression(self.world, self._method(model), self.noise_scale)
-            self._replica.register_comm_hook(self._compression, lambda exchange, bucket: exchange.average(bucket))
+            made.register_comm_hook(self._compression, lambda exchange, bucket: exchange.average(bucket))
         elif self.noise_scale is not None:
             self._hook_meter = self.noise_scale
-            self._replica.register_comm_hook(self.noise_scale, lambda meter, bucket: meter.average(bucket))
-        return self._replica
+            made.register_comm_hook(self.noise_scale, lambda meter, bucket: meter.average(bucket))
+        return made
 
     def _method(self, model: nn.Module) -> HalfPrecision | PowerSgd:
         """The compression method."""
@@ -165,45 +184,18 @@ class Ddp(Strategy):
         self.sharded_checkpoint = True
         return self.powersgd
 
-    def warm_up(
-        self, loader: Loader, batches: Iterable[Batch] | None = None, on_loss: Callable[[Tensor], None] | None = None
-    ) -> None:
-        """As on one device; error feedback is not kept."""
-        if self.powersgd is not None:
-            self.powersgd.is_rehearsal = True
-        try:
-            super().warm_up(loader, batches, on_loss)
-        finally:
-            if self.powersgd is not None:
-                self.powersgd.is_rehearsal = False
-
     def micro_step(self, batch: Batch) -> Tensor:
-        """As on one device; an error of DDP names unused parameters."""
-        with name_unused_parameters(self.task, self.module):
-            return super().micro_step(batch)
-
-    def _collect_gradients(self) -> None:
-        if self.world.size > 1:
-            check_reached(self.task, self.module, self._trained)
+        """As on one device; error feedback is kept if the micro-batch belongs to a step."""
+        if self.powersgd is not None:
+            self.powersgd.is_rehearsal = self._is_warming_up
+        return super().micro_step(batch)
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
-        if self.world.size == 1:
-            return nullcontext()
-        return self._exchange() if is_last else self._replica.no_sync()
-
-    @contextmanager
-    def _exchange(self) -> Iterator[None]:
-        self._is_exchanging = True
-        if self._hook_meter is not None:
+        if is_last and self._hook_meter is not None:
             self._hook_meter.begin_exchange()
-        try:
-            yield
-        finally:
-            self._is_exchanging = False
+        return super()._gradient_sync(is_last)
 
     def _backward(self, loss: Tensor) -> None:
-        if self._is_exchanging and loss.requires_grad:
-            self.exposed.watch_backward(loss)
         try:
             super()._backward(loss)
         except RuntimeError as error:

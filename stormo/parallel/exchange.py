@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from stormo.distributed.world import World
 from stormo.errors import StormoError, pluralize
 from stormo.parallel.buckets import Bucket, make_buckets, put_mark, take_mark
+from stormo.parallel.coalesced import copy, split_like
 from stormo.parallel.compression import HALF_DTYPES, Compression, GradBucket, HalfPrecision
 
 _PARTS_OF_A_STEP = "world.backward(loss, more=True) for all but the last backward of a step"
@@ -142,9 +143,7 @@ class GradientExchange:
             bucket.receive()
         for buffers, flat, work in means:
             work.wait()
-            parts = flat.div_(self._world.size).split([buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.detach().copy_(part.view_as(buffer))
+            copy(buffers, split_like(flat.div_(self._world.size), buffers))
         self._rest()
 
     def cancel(self) -> None:

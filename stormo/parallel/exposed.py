@@ -34,11 +34,6 @@ class ExposedWait:
         """Seconds so far; on a GPU of the finished steps."""
         return self._host_s if self._counter is None else self._counter.read_s()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the time counts now."""
-        return self._depth > 0
-
     def reset(self) -> None:
         """Start again at zero."""
         self._host_s = 0.0

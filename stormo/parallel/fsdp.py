@@ -8,7 +8,7 @@ tensors (`parameter_shards`), and norms are those of whole layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
-from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import MODEL, ParallelDims
 from stormo.distributed.world import World
 from stormo.errors import SettingError
@@ -27,12 +26,11 @@ from stormo.optim.global_norms import GlobalSquares
 from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.muon import Muon
 from stormo.optim.sharded import ShardedGradScaler, check_elementwise, to_local_params
-from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES
-from stormo.parallel.ddp import align_strides, check_reached, name_unused_parameters, replica
+from stormo.parallel.ddp import Replicated
 from stormo.parallel.matrix_exchange import MatrixExchange
 from stormo.parallel.meta_init import Values, materialize, meta_model
-from stormo.parallel.parameter_shards import LocalParameter, ParameterShard, local_parameters, plain
+from stormo.parallel.parameter_shards import ParameterShard, make_shards, plain
 from stormo.parallel.tensor.hybrid import split_classifier
 from stormo.parallel.tensor.layers import ShardSpec, count_waits
 from stormo.parallel.tensor.plan import derive_plan
@@ -42,15 +40,13 @@ from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
 
 
-class Sharded(Strategy):
+class Sharded(Replicated):
     """One worker of a mesh without the axis pipeline."""
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         self._zero = plan.layout.zero
         self._model_group = world.parallel_dims.subgroup(*MODEL)  # the workers that hold one replica
-        self._replica: DistributedDataParallel | None = None
         self._has_exchanged = True  # whether the last micro-batch ended with an exchange of gradients
-        self._is_exchanging = False  # whether this micro-batch is the last of its step
         if self._zero and task.find_unused and world.data.size > 1:
             raise SettingError(
                 f"{type(task).__name__}.find_unused is True and the weights are sharded",
@@ -83,14 +79,14 @@ class Sharded(Strategy):
     @torch.no_grad()
     def _fill(self, model: nn.Module, values: Values) -> None:
         materialize(model, torch.device("cpu") if self._settings.sharding.offload else self.world.device)
-        parameters, buffers = {one.name: one for one in self._local_parameters(model)}, dict(model.named_buffers())
+        shards, buffers = {shard.name: shard for _, shard in self._shards_of(model)}, dict(model.named_buffers())
         for names, value in values:
             for name in names:
-                if (one := parameters.pop(name, None)) is not None:
-                    one.tensor.copy_(one.of(value))
+                if (shard := shards.pop(name, None)) is not None:
+                    shard.local.copy_(shard.of(value))
                 if (buffer := buffers.pop(name, None)) is not None:
                     buffer.data = value.to(self.world.device, buffer.dtype, copy=True)
-        assert not parameters, parameters.keys()
+        assert not shards, shards.keys()
         assert not buffers, buffers.keys()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -103,15 +99,7 @@ class Sharded(Strategy):
             return model
         if self._plan.layout.spec.cuts_classifier:  # these are sharded, not replicated
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self._shard_specs))
-        align_strides(model)
-        self._replica = replica(
-            model,
-            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
-            process_group=group.group,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self.task.find_unused,
-        )
-        return self._replica
+        return self._replicate(model, process_group=group.group)
 
     def _watch_waits(self) -> None:
         """Count the time in which this worker waits for others."""
@@ -124,11 +112,6 @@ class Sharded(Strategy):
             assert group is not None
             count_waits(group.group_name, self.exposed)
 
-    def _backward(self, loss: Tensor) -> None:
-        if self._replica is not None and self._is_exchanging and loss.requires_grad:
-            self.exposed.watch_backward(loss)
-        super()._backward(loss)
-
     def _compiled(self, model: nn.Module) -> nn.Module:
         return model  # its blocks are compiled
 
@@ -139,24 +122,20 @@ class Sharded(Strategy):
 
     # What the optimizer steps
 
-    def _local_parameters(self, model: nn.Module) -> list[LocalParameter]:
+    def _shards_of(self, model: nn.Module) -> list[tuple[nn.Parameter, ParameterShard]]:
         dims = self.world.parallel_dims
-        return local_parameters(model.named_parameters(), self._whole_shapes, self._shard_specs, dims)
+        return make_shards(model.named_parameters(), self._whole_shapes, self._shard_specs, dims)
 
     def _make_shards(self) -> None:
         """Let the optimizer step this worker's shards, with norms of whole layers."""
         check_elementwise(self.optimizer)
-        self._locals = self._local_parameters(self.module)
-        self._pairs = [(one, self._make_shard(one)) for one in self._locals]
+        self._pairs = self._shards_of(self.module)
         own = {shard.name: shard.local for _, shard in self._pairs}
         to_local_params(self.optimizer, {parameter: own.get(name) for name, parameter in self._whole.items()})
         del self._whole
-        numbers = {name: number for number, name in enumerate(self._whole_shapes)}
         self._global_squares = GlobalSquares(
-            parameters=[shard.local for _, shard in self._pairs],
-            numbers=[numbers[shard.name] for _, shard in self._pairs],
-            is_counted=[shard.is_counted for _, shard in self._pairs],
-            num_layers=len(numbers),
+            layer_of={s.local: (self._parameter_numbers[s.name], s.is_counted) for _, s in self._pairs},
+            num_layers=len(self._parameter_numbers),
             reduce=self._model_group.sum,
             device=self.world.device,
         )
@@ -166,19 +145,6 @@ class Sharded(Strategy):
             shards = [shard for _, shard in self._pairs]
             self.optimizer.exchange = MatrixExchange(shards, self._whole_shapes, self._model_group, self.world.device)
 
-    def _make_shard(self, one: LocalParameter) -> ParameterShard:
-        is_sharded = self._zero > 0
-        return ParameterShard(
-            name=one.name,
-            whole_shape=one.whole_shape,
-            offset=one.offset,
-            local=nn.Parameter(one.tensor.detach(), requires_grad=one.parameter.requires_grad)
-            if is_sharded
-            else one.parameter,
-            is_counted=one.is_first,
-            is_saved=one.is_first and self.world.parallel_dims.at["replicate"] == 0,
-        )
-
     def shards(self) -> list[ParameterShard]:
         """This worker's part of the model."""
         self._follow_torch()
@@ -186,9 +152,10 @@ class Sharded(Strategy):
 
     def _follow_torch(self) -> None:
         """Use the memory of torch's shards, which torch may allocate again in their first forward."""
-        for one, shard in self._pairs if self._zero else ():
-            if shard.local.data_ptr() != one.tensor.data_ptr():
-                shard.local.data = one.tensor
+        for parameter, shard in self._pairs if self._zero else ():
+            values = plain(parameter)
+            if shard.local.data_ptr() != values.data_ptr():
+                shard.local.data = values
 
     def shards_changed(self) -> None:
         """Free the old values that torch has gathered."""
@@ -211,7 +178,6 @@ class Sharded(Strategy):
     # A step
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
-        self._is_exchanging = is_last
         if isinstance(self.module, FSDPModule):
             is_replicated = self.world.mesh.replicate > 1
             self._has_exchanged = is_last or not (is_replicated or self._zero == 1)
@@ -222,40 +188,23 @@ class Sharded(Strategy):
             elif is_replicated:
                 # Every micro-batch reduces to the shards, as whole gradients would not fit; replicas are averaged once.
                 self.module.set_requires_all_reduce(is_last)
-        if self._replica is not None and not is_last:
-            return self._replica.no_sync()
-        return nullcontext()
-
-    def micro_step(self, batch: Batch) -> Tensor:
-        """As on one device; an error of DDP names unused parameters."""
-        with name_unused_parameters(self.task, self.module):
-            return super().micro_step(batch)
+        return super()._gradient_sync(is_last)
 
     def _collect_gradients(self) -> None:
-        if self._replica is not None:
-            check_reached(self.task, self.module, (one.parameter for one in self._locals))
+        super()._collect_gradients()
         self._follow_torch()
-        for one, shard in self._pairs if self._zero else ():
-            gradient = one.parameter.grad
+        for parameter, shard in self._pairs if self._zero else ():
+            gradient = parameter.grad
             shard.local.grad = None if gradient is None else plain(gradient).to(shard.local.device)
 
     def _gradient_norm(self) -> Tensor:
         return self._global_squares.total([shard.local.grad for _, shard in self._pairs])
 
-    def _add_noise(self) -> None:
-        numbers = {name: number for number, name in enumerate(self._whole_shapes)}
-        chunks = [
-            (shard.local.grad, numbers[shard.name], shard.whole_shape, shard.offset)
-            for _, shard in self._pairs
-            if shard.local.grad is not None
-        ]
-        self._noise.add_to_chunks(chunks, self.clock.step)
-
     def clear_gradients(self) -> None:
         """Set all gradients to None."""
         super().clear_gradients()
-        for one in self._locals:
-            one.parameter.grad = None
+        for parameter, _ in self._pairs:
+            parameter.grad = None
         for parameter in self.module.parameters():  # those that torch has gathered, if none were exchanged
             parameter.grad = None
 
@@ -263,7 +212,7 @@ class Sharded(Strategy):
         """Refuse a tensor plan that leads to different weights on different workers."""
         if self._plan.layout.spec.cuts_classifier or not self._has_exchanged:
             return
-        gradients = ((one.name, one.parameter.grad) for one in self._locals)
+        gradients = ((shard.name, parameter.grad) for parameter, shard in self._pairs)
         names = unequal_gradients(gradients, self._shard_specs, self.world.parallel_dims.subgroup("tensor"))
         if names:
             raise SettingError(
@@ -277,7 +226,7 @@ class Sharded(Strategy):
         """The trained parameters without a gradient after a micro-batch, as far as this worker knows."""
         if not self._has_exchanged:
             return without_gradient(self.module) if self._zero == 1 else []
-        return [one.name for one in self._locals if one.parameter.requires_grad and one.parameter.grad is None]
+        return [shard.name for parameter, shard in self._pairs if parameter.requires_grad and parameter.grad is None]
 
 
 def _in_channels_last(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -335,21 +284,18 @@ def compose(
         if layout.zero:
             # ZeRO-1 and 2 gather the weights as they are, once for the whole step.
             frees = layout.zero == 3 and dims.mesh.shard > 1
-            dtype, on_gpu = HALF_DTYPES.get(plan.precision) if layout.zero == 3 else None, layout.device_type == "cuda"
             # Not with recomputing, which runs unit by unit, nor with --shard-modules.
             may_join = not sharding.checkpoint_activations and sharding.shard_modules is None
-            joins = not sharding.checkpoint_activations and dims.mesh.pipeline == 1
             shard(
                 root,
                 units,
                 dims,
-                dtype=dtype,
+                dtype=HALF_DTYPES.get(plan.precision) if layout.zero == 3 else None,
                 frees=frees,
                 offload=sharding.offload,
-                on_gpu=on_gpu,
                 merges=may_join and dims.mesh.size == 1,
-                joins_small=may_join and on_gpu and dims.mesh.pipeline == 1,
-                joins_norms=joins,
+                joins_small=may_join and layout.device_type == "cuda" and dims.mesh.pipeline == 1,
+                joins_norms=not sharding.checkpoint_activations and dims.mesh.pipeline == 1,
             )
     return specs
 
@@ -376,11 +322,10 @@ def shard(
     *,
     dtype: torch.dtype | None,
     frees: bool,
-    offload: bool,
-    on_gpu: bool,
-    merges: bool,
-    joins_small: bool,
-    joins_norms: bool,
+    offload: bool = False,
+    merges: bool = False,
+    joins_small: bool = False,
+    joins_norms: bool = True,
 ) -> FSDPModule:
     """Shard a model in place: its units, then what is left of it.
 
@@ -391,7 +336,6 @@ def shard(
         dtype: in which weights are gathered and used, with gradients reduced in float32. None: their own.
         frees: free the gathered weights of a unit between forward and backward.
         offload: keep the shards in host memory.
-        on_gpu: whether the workers compute on GPUs.
         merges: merge neighbouring units, if nothing is freed between them.
         joins_small: gather small neighbouring units together, if they are freed.
         joins_norms: gather all batch norms together, as their weights are small and each message costs time.
@@ -406,7 +350,7 @@ def shard(
     both = dims.mesh.replicate > 1
     mesh = dims.devices["replicate", "shard"] if both else dims.devices["shard"]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
-    host = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
+    host = CPUOffloadPolicy(pin_memory=dims.devices.device_type == "cuda") if offload else OffloadPolicy()
     # Batch norms are units without mixed precision: their weights must have the dtype of their running statistics.
     norms = [path for path, layer in model.named_modules() if path and has_statistics(layer)] if dtype else []
     norm_groups = [norms] if norms and joins_norms else [[path] for path in norms]

@@ -24,15 +24,7 @@ from stormo.data.loaders import Batch
 from stormo.data.order import MicroBatch, derive_seed, part
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
-from stormo.optim.noise import (
-    Chunk,
-    ScaleRows,
-    add_noise,
-    add_noise_to_chunks,
-    annealed_sigma,
-    factor_sigma,
-    sample_factors,
-)
+from stormo.optim.noise import Chunk, ScaleRows, add_noise, annealed_sigma, factor_sigma, sample_factors
 from stormo.optim.noise_scale import NUM_MOMENTS, NoiseScale, estimate, fold, solve
 from stormo.parallel.pytree import keystr, tree_flatten_with_path, tree_unflatten
 
@@ -82,20 +74,11 @@ class GradientNoise:
             self._drawn = (seed, num_samples), factors.pin_memory() if self._is_pinned else factors
         return self._drawn[1]
 
-    def add(self, gradients: Iterable[Tensor | None], step: int) -> None:
+    def add(self, chunks: Iterable[Chunk], step: int) -> None:
         """Add the noise of this step to the gradient of the whole batch, the same on all workers."""
         if self._settings.gradient_noise is not None:
-            add_noise(gradients, *self._noise_of(self._settings.gradient_noise, step))
-
-    def add_to_chunks(self, chunks: Iterable[Chunk], step: int) -> None:
-        """The same for chunks of the gradients."""
-        if self._settings.gradient_noise is not None:
-            add_noise_to_chunks(chunks, *self._noise_of(self._settings.gradient_noise, step))
-
-    def _noise_of(self, eta: float, step: int) -> tuple[float, int]:
-        """Standard deviation and seed of the noise."""
-        sigma = annealed_sigma(eta, self._settings.gradient_noise_decay, step)
-        return sigma, derive_seed(self._seed, "added noise", step)
+            sigma = annealed_sigma(self._settings.gradient_noise, self._settings.gradient_noise_decay, step)
+            add_noise(chunks, sigma, derive_seed(self._seed, "added noise", step))
 
 
 class _Outputs:

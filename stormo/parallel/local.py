@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
-from stormo.parallel.coalesced import broadcast, copy, means
+from stormo.parallel.coalesced import copy, means
 from stormo.profiling.ranges import range_of
 from stormo.tasks.task import Task
 
@@ -34,10 +34,6 @@ class Local(Strategy):
         self.staleness = min(plan.averaging.steps, _MOST_AHEAD) if world.size > 1 else 0
         # Without these two, the mean itself is used, to the last bit.
         self.outer = OuterOptimizer(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        broadcast(self.world, [*model.parameters(), *model.buffers()])
-        return model
 
     def _total_items(self) -> Tensor:
         """As if all had as many items as this worker: each steps with the mean over its own items."""

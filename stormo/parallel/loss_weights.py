@@ -56,13 +56,13 @@ class LossWeights:
         # About the items of a step. Sums over items are divided by it at once, so that gradients are as large as those
         # of a mean, which 16-bit formats need. It is a power of two, so nothing is rounded.
         self._scale = 1.0
-        self._own = torch.zeros((), dtype=torch.float64, device=world.device)  # items of this worker in the step
+        self.own = torch.zeros((), dtype=torch.float64, device=world.device)  # items of this worker in the step so far
         self._total: Tensor | None = None  # items of the last step
 
     def begin(self) -> None:
         """Start a step."""
         if self.has_counts is not False:
-            self._own.zero_()
+            self.own.zero_()
 
     @contextmanager
     def guarded(self, model: nn.Module) -> Iterator[EmptyBatchGuard]:
@@ -98,7 +98,7 @@ class LossWeights:
         count = count.detach().to(loss.device, torch.float64)
         if not weight:
             count = torch.zeros_like(count)
-        self._own.add_(count)
+        self.own.add_(count)
         has_items = count > 0
         guard.apply(None if is_known else has_items)
         wide = torch.promote_types(loss.dtype, torch.float32)
@@ -112,19 +112,10 @@ class LossWeights:
         if self.has_counts != has_count:
             raise mixed(self._task)
 
-    def take(self, own: Tensor) -> None:
-        """Set the items so far, as counted by another worker of this replica."""
-        self._own.copy_(own)
-
-    @property
-    def own(self) -> Tensor:
-        """The items of this worker in the step so far."""
-        return self._own
-
     def agree(self, num_micro_batches: int) -> None:
         """After a first micro-batch: check that all workers count or none, and set the scale. All workers call it."""
         own = torch.tensor([float(bool(self.has_counts)), 1.0, 0.0], dtype=torch.float64)
-        own[2] = self._own.cpu()
+        own[2] = self.own.cpu()
         num_counting, num_workers, items = self._world.data.sum(own.to(self._world.device)).tolist()
         if 0 < num_counting < num_workers:
             raise mixed(self._task)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,30 +27,8 @@ _GROUP_FILES = {
 }
 
 
-class Memory(ABC):
-    """The memory of one worker; `room_bytes` is all that a step could use."""
-
-    room_bytes: int
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Free caches, and reset the peak."""
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """The peak since `clear`."""
-
-    def expect(self, size: int, last_size: int, last_bytes: int) -> int | None:
-        """The expected bytes of this size if it must not be tried, else None."""
-        return None
-
-    def is_enough(self, peak_bytes: int) -> bool:
-        """Whether this peak leaves the margin."""
-        return True
-
-
-class GpuMemory(Memory):
-    """What the allocator uses of a worker's GPUs."""
+class GpuMemory:
+    """What the allocator uses of a worker's GPUs; `room_bytes` is all that a step could use."""
 
     def __init__(self, devices: Sequence[torch.device], num_sharers: int) -> None:
         self._devices = devices
@@ -72,13 +49,17 @@ class GpuMemory(Memory):
         """The most that was reserved on any of the GPUs."""
         return max(torch.cuda.max_memory_reserved(device) for device in self._devices)
 
+    def expect(self, size: int, last_size: int, last_bytes: int) -> int | None:
+        """None: every size may be tried."""
+        return None
+
     def is_enough(self, peak_bytes: int) -> bool:
         """Whether a tenth is left free."""
         return peak_bytes <= GPU_SHARE * self.room_bytes
 
 
-class HostMemory(Memory):
-    """The growth of this process."""
+class HostMemory:
+    """The growth of this process; `room_bytes` is all that a step could use."""
 
     def __init__(self, num_sharers: int) -> None:
         self.clear()
@@ -99,6 +80,13 @@ class HostMemory(Memory):
         """The last bytes scaled by size, if that is above half of what is free."""
         expected = last_bytes * size // last_size
         return expected if expected > HOST_SHARE * self.room_bytes else None
+
+    def is_enough(self, peak_bytes: int) -> bool:
+        """Always: only sizes are tried that leave a margin."""
+        return True
+
+
+Memory = GpuMemory | HostMemory
 
 
 def memory_of(world: World, devices: Sequence[torch.device]) -> Memory:

@@ -30,26 +30,14 @@ _Described = list[list[Any]]  # of each tensor: all its names, its type, its sha
 _TRIAL_STD = 0.02  # about the size of a weight: neither denormal nor overflowing
 
 
-class Values:
-    """Every parameter and buffer, whole, one at a time. All workers iterate together."""
-
-    def __init__(self, world: World, described: _Described, own: Mapping[str, Tensor] | None) -> None:
-        self._world, self._described, self._own = world, described, own
-
-    def __iter__(self) -> Iterator[tuple[list[str], Tensor]]:
-        """All names of a tensor, and its values."""
-        for names, dtype, shape in self._described:
-            if self._own is not None:
-                tensor = self._own[names[0]].to(self._world.device).contiguous()
-            else:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._world.device)
-            if tensor.numel():
-                self._world.broadcast(tensor.view(-1).view(torch.uint8))
-            yield names, tensor
+Values = Iterable[tuple[list[str], Tensor]]  # all names of a tensor, and its values
 
 
 def meta_model(world: World, task: Task, notices: list[str]) -> tuple[nn.Module, Values]:
-    """The model on meta, and the values that a single process would start with. All workers call it."""
+    """The model on meta, and the values that a single process would start with. All workers call it.
+
+    The values are those of every parameter and buffer, whole, one at a time. All workers iterate together.
+    """
     before = host_states()
     built: list[nn.Module] = []
     described, is_plain, states = world.from_rank_0(lambda: _build_in_memory(task, built))
@@ -68,7 +56,18 @@ def meta_model(world: World, task: Task, notices: list[str]) -> tuple[nn.Module,
             notices.append("The model is built in the host memory of every worker, as it keeps or reads values there.")
         model = found
         _set_states(states)
-    return model, Values(world, described, own)
+    return model, _values(world, described, own)
+
+
+def _values(world: World, described: _Described, own: Mapping[str, Tensor] | None) -> Values:
+    for names, dtype, shape in described:
+        if own is not None:
+            tensor = own[names[0]].to(world.device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
+        if tensor.numel():
+            world.broadcast(tensor.view(-1).view(torch.uint8))
+        yield names, tensor
 
 
 def _build_in_memory(task: Task, built: list[nn.Module]) -> list[Any]:
@@ -209,17 +208,14 @@ def no_side_effects(modules: Iterable[nn.Module], device: torch.device) -> Itera
 
 def sample_batch(task: Task, num_samples: int, device: torch.device) -> Any:
     """The first samples, collated and augmented as in training; fewer where there are fewer."""
-    data = task.datasets()[0]
+    data: Any = task.datasets()[0]
     if isinstance(data, TensorData):
         batch: Any = tuple(tensor[:num_samples] for tensor in data.tensors)
+    elif is_stream(data):
+        batch = task.collate(list(itertools.islice(data, num_samples)))
     else:
-        first = itertools.islice(iter(data), num_samples) if is_stream(data) else _first(data, num_samples)
-        batch = task.collate(list(first))
+        batch = task.collate(read(data, list(range(min(num_samples, len(data))))))
     batch = move(batch, device)
     if task.num_draws:
         batch = task.augment(batch, torch.full((num_samples, task.num_draws), 0.5, device=device))
     return batch
-
-
-def _first(data: Any, num_samples: int) -> list[Any]:
-    return read(data, list(range(min(num_samples, len(data)))))

@@ -38,27 +38,6 @@ class ParameterShard:
         return chunk_of(whole, self.offset, self.local.shape)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalParameter:
-    """A parameter of the model on this worker, and which chunk of the whole one it is."""
-
-    name: str
-    parameter: nn.Parameter
-    whole_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    is_first: bool  # whether no earlier worker along the axis tensor holds the same
-
-    @property
-    def tensor(self) -> Tensor:
-        """Its values on this worker, as a plain tensor."""
-        return plain(self.parameter)
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The chunk of a tensor of the whole parameter's shape."""
-        return chunk_of(whole, self.offset, self.shape)
-
-
 def plain(tensor: Tensor) -> Tensor:
     """The local values of a tensor, which may be a DTensor."""
     if not _is_dtensor(tensor):
@@ -87,32 +66,32 @@ def chunk_range(size: int, index: int, count: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
-def local_parameters(
+def make_shards(
     parameters: Iterable[tuple[str, nn.Parameter]],
     whole_shapes: Mapping[str, tuple[int, ...]],
     specs: Mapping[str, ShardSpec],
     dims: ParallelDims,
-) -> list[LocalParameter]:
-    """The parameters of this worker; DTensors hold rows of what the axis tensor leaves."""
+) -> list[tuple[nn.Parameter, ParameterShard]]:
+    """The model's parameters on this worker with their shards; DTensors hold rows of what the axis tensor leaves."""
     found = []
     for name, parameter in parameters:
-        whole, spec = whole_shapes[name], specs.get(name)
-        offset, shape = [0] * len(whole), list(whole)
+        spec, local = specs.get(name), parameter
+        offset = [0] * len(whole_shapes[name])
         if spec is not None:
-            offset[spec.dim], shape[spec.dim] = spec.start, parameter.shape[spec.dim]
+            offset[spec.dim] = spec.start
         if _is_dtensor(parameter):
-            start, shape[0] = chunk_range(shape[0], dims.at["shard"], dims.mesh.shard)
-            offset[0] += start
-        found.append(
-            LocalParameter(
-                name=name,
-                parameter=parameter,
-                whole_shape=whole,
-                offset=tuple(offset),
-                shape=tuple(shape),
-                is_first=spec is not None or dims.at["tensor"] == 0,
-            )
+            offset[0] += chunk_range(parameter.shape[0], dims.at["shard"], dims.mesh.shard)[0]
+            local = nn.Parameter(plain(parameter).detach(), requires_grad=parameter.requires_grad)
+        is_first = spec is not None or dims.at["tensor"] == 0  # of the workers along that axis that hold the same
+        shard = ParameterShard(
+            name=name,
+            whole_shape=whole_shapes[name],
+            offset=tuple(offset),
+            local=local,
+            is_counted=is_first,
+            is_saved=is_first and dims.at["replicate"] == 0,
         )
+        found.append((parameter, shard))
     return found
 
 

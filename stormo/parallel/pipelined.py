@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from stormo.config.plan.parallelism import STAGES_PER_WORKER
 from stormo.data.batches import batch_length, cut
-from stormo.data.generators import host_states
+from stormo.data.generators import host_states, same_states
 from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
 from stormo.layers.sync_batch_norm import BatchNormBase
+from stormo.parallel.coalesced import copy, split_like
 from stormo.parallel.fsdp import Sharded, compose
 from stormo.parallel.loss_weights import EmptyBatchGuard
 from stormo.parallel.meta_init import sample_batch, temporary_weights
@@ -61,9 +62,9 @@ class Pipelined(Sharded):
         """The pieces of the model, from the task or from one call of the model."""
         name, plan = type(self.task).__name__, self._plan
         batch = sample_batch(self.task, max(1, plan.micro_batch_size // plan.micro_batches), self.world.device)
-        before = self._random_state()
+        before, gpu_before = host_states(), _gpu_state(self.world.device)
         self._call = model_inputs(lambda model: self.task.loss(model, batch), model, f"{name}.loss")
-        if self._random_state() != before:
+        if not same_states(before, host_states()) or _gpu_state(self.world.device) != gpu_before:
             raise SettingError(
                 f"{name}.loss draws random numbers before it calls the model",
                 "a pipeline calls it once for the inputs and once for the loss, and the second call would draw others",
@@ -83,13 +84,6 @@ class Pipelined(Sharded):
                 f"put them into a module, or leave out the axis shard, or give {name} a pieces(model)",
             )
         return pieces
-
-    def _random_state(self) -> str:
-        """The state of all generators that a loss may draw from."""
-        device = self.world.device
-        on_gpu = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
-        numbers, *others = host_states()
-        return repr((numbers.tolist(), on_gpu, *((kind, list(state), *rest) for kind, state, *rest in others)))
 
     def _costs(self, pieces: Pieces) -> list[float]:
         """Seconds of each piece, as rank 0 measures them."""
@@ -117,7 +111,6 @@ class Pipelined(Sharded):
             stage.set_reshard_after_backward(False)
         engine = self._engine = Engine(
             self._stages,
-            self._numbers,
             num_stages=self._num_stages,
             group=self._pipeline,
             device=self.world.device,
@@ -178,7 +171,7 @@ class Pipelined(Sharded):
         sums = torch.stack([seen, self.loss_weights.own - before, has_counts])
         with self.exposed.waiting():
             self._pipeline.sum(sums)
-        self.loss_weights.take(before + sums[1])
+        self.loss_weights.own.copy_(before + sums[1])  # also where another worker has counted them
         if not knew_counts:
             self.loss_weights.require_alike(bool(sums[2]))
         return sums[0] * self._loss_share
@@ -191,17 +184,13 @@ class Pipelined(Sharded):
 
     def _reached(self) -> list[Tensor]:
         """The gradients of this worker's stages; zeros where only data-parallel peers have one."""
-        trained = [one.parameter for one in self._locals if one.parameter.requires_grad]
+        trained = [parameter for parameter, _ in self._pairs if parameter.requires_grad]
         if self.task.find_unused and trained:
             is_reached = torch.tensor([float(parameter.grad is not None) for parameter in trained])
             for parameter, is_anywhere in zip(trained, self.world.data.max(is_reached).tolist(), strict=True):
                 if is_anywhere and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in trained if parameter.grad is not None]
-
-    def without_gradient(self) -> list[str]:
-        """The trained parameters of this worker's stages without a gradient."""
-        return [one.name for one in self._locals if one.parameter.requires_grad and one.parameter.grad is None]
 
     def pipeline_trace(self) -> dict[str, Any] | None:
         """One micro-step of rank 0's pipeline, with the measured and the predicted idle share."""
@@ -218,6 +207,10 @@ class Pipelined(Sharded):
         }
 
 
+def _gpu_state(device: torch.device) -> Any:
+    return torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+
+
 @torch.no_grad()
 def average(gradients: Sequence[Tensor], group: SubGroup) -> None:
     """The mean of every gradient over a group, in place, in buckets."""
@@ -230,5 +223,4 @@ def average(gradients: Sequence[Tensor], group: SubGroup) -> None:
             some.append(waiting.pop(0))
             num_bytes += some[-1].nbytes
         flat = group.sum(torch.cat([gradient.reshape(-1) for gradient in some])).div_(group.size)
-        for gradient, mean in zip(some, flat.split([g.numel() for g in some]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        copy(some, split_like(flat, some))

@@ -27,7 +27,6 @@ from stormo.layers.sync_batch_norm import local_statistics
 from stormo.optim.sharded import check_elementwise, to_local_params
 from stormo.optim.table import start_momentum
 from stormo.parallel.base import Strategy
-from stormo.parallel.coalesced import broadcast
 from stormo.parallel.gradient_noise import total_norm
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
 from stormo.parallel.server_transport import (
@@ -58,7 +57,6 @@ class Server(Strategy):
             )
         if workers.servers > 1:
             check_elementwise(self.optimizer, "each server would step some of the tensors", "tensor", "set --servers 1")
-        broadcast(world, [*self.module.parameters(), *self.module.buffers()])
         numbers_of = assign([parameter.nbytes for _, parameter in trained], workers.servers)
         self._assigned = [[trained[number] for number in numbers] for numbers in numbers_of]
         self._messages = [
@@ -147,14 +145,6 @@ class Server(Strategy):
         square = self._transport.sum_among(range(len(self._assigned)), norm * norm)
         return torch.tensor(math.sqrt(square), dtype=torch.float64)
 
-    def _add_noise(self) -> None:
-        numbers = {name: number for number, (name, _) in enumerate(self.module.named_parameters())}
-        chunks = []
-        for (name, _), kept in zip(self._assigned[self.world.rank], self.optimizer_params(), strict=True):
-            if kept.grad is not None:
-                chunks.append((kept.grad, numbers[name], tuple(kept.shape), (0,) * kept.ndim))
-        self._noise.add_to_chunks(chunks, self.clock.step)
-
     def _detect_sparse(self) -> None:
         if self._any_has_sparse():
             raise SettingError(
@@ -231,7 +221,7 @@ class Server(Strategy):
         super().load_state_dict(state)
         self._ages_before, self._ages = _added([state.get("stale_gradients", {})]), Counter()
         if isinstance(self._server, AsyncServer):
-            self._server.reset_ages()
+            self._server.ages.clear()
 
 
 def _added(counts: list[Mapping[Any, int]]) -> Counter[int]:

@@ -34,11 +34,7 @@ class ServerTransport:
 
     def push(self, message: ServerMessage, server: int) -> list[dist.Work]:
         """Send gradients to a server, and receive its reply in the same message."""
-        return [self._send(message.buffer, server, _PUSH), self._receive(message.buffer, server, _PULL)]
-
-    def begin_receive(self, message: ServerMessage, worker: int) -> dist.Work:
-        """Begin to receive the gradients of one worker."""
-        return self._receive(message.buffer, worker, _PUSH)
+        return [self._send(message.buffer, server, _PUSH), self.receive(message.buffer, server, _PULL)]
 
     def receive_any(self, message: ServerMessage) -> int:
         """Wait for the gradients of any worker; return its rank."""
@@ -54,7 +50,7 @@ class ServerTransport:
         given = {rank: torch.tensor([value], dtype=torch.float64) for rank in ranks}
         others = [rank for rank in ranks if rank != self.rank]
         works = [self._send(given[self.rank], rank, _SUM) for rank in others]
-        self.wait([*works, *(self._receive(given[rank], rank, _SUM) for rank in others)])
+        self.wait([*works, *(self.receive(given[rank], rank, _SUM) for rank in others)])
         return sum(float(each) for each in given.values())
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> dist.Work:
@@ -62,7 +58,8 @@ class ServerTransport:
         assert work is not None
         return work
 
-    def _receive(self, tensor: Tensor, rank: int, tag: int) -> dist.Work:
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> dist.Work:
+        """Begin to receive what a rank sends with this tag."""
         work = dist.irecv(tensor, rank, group=self._group, tag=tag)
         assert work is not None
         return work
@@ -134,7 +131,7 @@ class SyncServer(ServerState):
             if rank == self._transport.rank:
                 return own, []
             buffer = next(buffers)
-            return buffer, [self._transport.begin_receive(buffer, rank)]
+            return buffer, [self._transport.receive(buffer.buffer, rank, _PUSH)]
 
         following = begin(0)
         for rank in range(self._transport.size):
@@ -185,11 +182,6 @@ class AsyncServer(ServerState):
     def resume(self) -> None:
         """Step with gradients that arrive."""
         self._resumed.set()
-
-    def reset_ages(self) -> None:
-        """Count gradients from zero."""
-        with self._lock:
-            self.ages.clear()
 
     @torch.no_grad()
     def _serve(self) -> None:

@@ -32,20 +32,18 @@ _NUM_NEAR = 5
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def units_of(model: nn.Module, asked: str | Sequence[str] | None = None) -> list[str]:
+def units_of(model: nn.Module, asked: str | None = None) -> list[str]:
     """Paths of the units, in the model's order.
 
     Args:
         model: real or on the meta device.
-        asked: paths, class names, or patterns of either (`blocks.*`), in a sequence or separated by commas. Of nested
-            ones the outermost are used.
+        asked: paths, class names, or patterns of either (`blocks.*`), separated by commas. Of nested ones the outermost
+            are used.
     """
-    if isinstance(asked, str):
-        asked = [name.strip() for name in asked.split(",") if name.strip()]
     if asked is None:
         paths = list(_elements(model, "", are_layers=False)) or list(_elements(model, "", are_layers=True))
     else:
-        paths = _asked(model, asked)
+        paths = _asked(model, [name.strip() for name in asked.split(",") if name.strip()])
     return _without_ties(model, paths)
 
 

@@ -50,11 +50,8 @@ def shard_models(loop: Loop, models: list[nn.Module], optimizers: list[Optimizer
             )
     whole = {p: (number, n) for number, model in enumerate(models) for n, p in model.named_parameters()}
     dims = ParallelDims(Mesh(shard=world.size), world.rank, world.device, world.timeout)
-    on_gpu = world.device.type == "cuda"
     for model in models:
-        units = units_of(model)
-        joins = {"merges": False, "joins_small": False, "joins_norms": True}
-        shard(model, units, dims, dtype=dtype, frees=True, offload=False, on_gpu=on_gpu, **joins)
+        shard(model, units_of(model), dims, dtype=dtype, frees=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # world.backward gives every worker's loss its weight, so gradients are summed.

@@ -260,7 +260,7 @@ def test_the_next_numbers_are_the_same_after_a_restore(num_draws_before: int) ->
     tensors, values = collect_random_state()
     expected = draw()
     draw()
-    assert restore_random_state(tensors, json.loads(json.dumps(values))) == ()
+    restore_random_state(tensors, json.loads(json.dumps(values)))
     assert draw() == expected
 
 
@@ -304,12 +304,13 @@ def test_a_position_outside_of_numpys_memory_is_refused(position: int) -> None:
 
 @pytest.mark.usefixtures("_leave_the_generators_alone")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_cuda_state_that_cannot_be_restored_is_reported() -> None:
+def test_a_cuda_state_is_left_out_where_there_is_no_such_device() -> None:
     tensors, values = collect_random_state()
     assert "cuda_rng" not in tensors
     tensors["cuda_rng"] = torch.zeros(16, dtype=torch.uint8)
-    (notice,) = restore_random_state(tensors, values)
-    assert "no CUDA device" in notice
+    expected = draw()
+    restore_random_state(tensors, values)
+    assert draw() == expected
 
 
 @pytest.mark.usefixtures("_leave_the_generators_alone")
@@ -322,7 +323,5 @@ def test_the_cuda_generator_resumes_where_it_was() -> None:
     assert tensors["cuda_rng"].device.type == "cpu"
     expected = torch.rand(7, device="cuda")
     torch.rand(7, device="cuda")
-    assert restore_random_state(tensors, values) == ()
+    restore_random_state(tensors, values)
     assert torch.equal(torch.rand(7, device="cuda"), expected)
-    del tensors["cuda_rng"]
-    assert "without a CUDA device" in restore_random_state(tensors, values)[0]

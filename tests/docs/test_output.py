@@ -14,7 +14,7 @@ from stormo.cli import main
 from stormo.commands import new
 from stormo.commands.monitor import COLUMNS, make_parser
 from stormo.config.schema import OPTIMIZER_DEFAULTS
-from stormo.parallel.pipeline.schedules import Costs, pipeline_order, simulate
+from stormo.parallel.pipeline.schedules import pipeline_order, simulate
 from stormo.telemetry.prometheus import METRICS
 from tests.docs.pages import DOCS, ROOT, check_plan, check_shown, read
 from tests.parallel.pipeline.test_schedules import as_text
@@ -89,7 +89,7 @@ def test_a_study_of_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_the_picture_of_a_schedule() -> None:
     (shown,) = re.findall(r"```\n(worker 0 .*?)```", read(STRATEGIES), re.DOTALL)
-    check_shown(STRATEGIES, shown, as_text(simulate(pipeline_order("1f1b", 4, 4, 8), Costs.even(4))) + "\n")
+    check_shown(STRATEGIES, shown, as_text(simulate(pipeline_order("1f1b", 4, 4, 8))) + "\n")
 
 
 def test_columns_and_options_of_the_monitor() -> None:

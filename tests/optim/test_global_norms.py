@@ -113,9 +113,7 @@ def _train(world: World, case: str) -> tuple[list[tuple[RankInfo, dict[str, Any]
     optimizer = _optimizer(case, whole)
     to_local_params(optimizer, {layer: own.get(number) for number, layer in enumerate(whole)})
     squares = GlobalSquares(
-        parameters=list(own.values()),
-        numbers=list(own),
-        is_counted=[place.is_counted for place in places],
+        layer_of={own[place.number]: (place.number, place.is_counted) for place in places},
         num_layers=len(LAYERS),
         reduce=world.sum,
         device=world.device,
@@ -191,9 +189,7 @@ def test_the_cuts_are_of_every_kind(size: int) -> None:
 def _sums(**changes: Any) -> tuple[GlobalSquares, list[Tensor]]:
     parameters: list[Tensor] = [torch.zeros(2, 2), torch.zeros(1, 2), torch.zeros(3), torch.zeros(4)]
     options: dict[str, Any] = {
-        "parameters": parameters,
-        "numbers": [1, 1, 0, 3],
-        "is_counted": [True, True, False, True],
+        "layer_of": dict(zip(parameters, [(1, True), (1, True), (0, False), (3, True)], strict=True)),
         "num_layers": 5,
         "reduce": lambda sums: sums,
         "device": torch.device("cpu"),
@@ -236,9 +232,7 @@ def test_a_step_of_parts_never_waits_for_the_device(case: str) -> None:
     layers = [nn.Parameter(layer.detach().cuda()) for layer in _whole()]
     optimizer = _optimizer(case, layers)
     squares = GlobalSquares(
-        parameters=layers,
-        numbers=list(range(len(layers))),
-        is_counted=[True] * len(layers),
+        layer_of={layer: (number, True) for number, layer in enumerate(layers)},
         num_layers=len(layers),
         reduce=lambda sums: sums,
         device=layers[0].device,

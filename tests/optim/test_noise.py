@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from stormo.optim.noise import ScaleRows, add_noise, add_noise_to_chunks, annealed_sigma, factor_sigma, sample_factors
+from stormo.optim.noise import Chunk, ScaleRows, add_noise, annealed_sigma, factor_sigma, sample_factors
 
 
 @pytest.mark.parametrize(("num_samples", "small", "sigma"), [(4096, 512, 7**0.5), (512, 512, 0.0), (100, 512, 0.0)])
@@ -68,18 +69,24 @@ def test_the_added_noise_fades_as_the_paper_says() -> None:
     assert annealed_sigma(0.3, 0.0, 99) ** 2 == pytest.approx(0.3)
 
 
+def whole_chunks(gradients: list[Tensor]) -> list[Chunk]:
+    return [
+        (gradient, number, tuple(gradient.shape), (0,) * gradient.ndim) for number, gradient in enumerate(gradients)
+    ]
+
+
 def test_added_noise_has_its_spread_and_depends_on_the_seed_not_on_the_layout_in_memory() -> None:
     shapes = [(8, 16, 5, 5), (7,), (400, 30)]
     plain = [torch.ones(shape) for shape in shapes]
-    add_noise(plain, 0.2, seed=9)
+    add_noise(whole_chunks(plain), 0.2, seed=9)
     for gradient in (plain[0], plain[2]):
         assert float(gradient.std()) == pytest.approx(0.2, rel=0.06)
         assert float(gradient.mean()) == pytest.approx(1.0, abs=5 * 0.2 / gradient.numel() ** 0.5)
     turned = [torch.ones(shape) for shape in shapes]
     turned[0] = turned[0].to(memory_format=torch.channels_last)
-    add_noise(turned, 0.2, seed=9)
+    add_noise(whole_chunks(turned), 0.2, seed=9)
     assert all(torch.equal(one, other) for one, other in zip(plain, turned, strict=True))
-    add_noise(turned, 0.2, seed=10)
+    add_noise(whole_chunks(turned), 0.2, seed=10)
     assert not torch.equal(plain[1], turned[1])
     assert (
         float(torch.corrcoef(torch.stack([plain[2].flatten(), turned[2].flatten() - plain[2].flatten()]))[0, 1]) < 0.1
@@ -89,14 +96,14 @@ def test_added_noise_has_its_spread_and_depends_on_the_seed_not_on_the_layout_in
 def test_boxes_get_the_noise_of_their_place_in_whole_gradients() -> None:
     shapes = [(6, 5), (3,), (4, 4, 2), (), (6, 5)]
     whole = [torch.ones(shape, dtype=torch.float64) for shape in shapes]
-    add_noise([gradient if number != 1 else None for number, gradient in enumerate(whole)], 0.3, seed=4)
+    add_noise([chunk for chunk in whole_chunks(whole) if chunk[1] != 1], 0.3, seed=4)
     assert torch.equal(whole[1], torch.ones(3, dtype=torch.float64))
     assert not torch.equal(whole[0], whole[4])  # alike, but of different numbers
     # In any order, some of them missing: what other workers hold is not drawn for.
     places = [(4, (2, 1), (3, 4)), (2, (1, 0, 1), (2, 4, 1)), (0, (6, 0), (0, 5)), (3, (), ())]
     chunks = [torch.ones(size, dtype=torch.float64) for _, _, size in places]
     given = zip(chunks, places, strict=True)
-    add_noise_to_chunks(((chunk, number, shapes[number], offset) for chunk, (number, offset, _) in given), 0.3, seed=4)
+    add_noise(((chunk, number, shapes[number], offset) for chunk, (number, offset, _) in given), 0.3, seed=4)
     for chunk, (number, offset, size) in zip(chunks, places, strict=True):
         spans = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
         assert torch.equal(chunk, whole[number][spans])

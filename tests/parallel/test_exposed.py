@@ -72,7 +72,7 @@ def _uncounted(world: World, flags: dict[str, Any]) -> dict[str, list[bool]]:
 
     def watched(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            found.setdefault(kind, []).append(exposed.is_waiting)
+            found.setdefault(kind, []).append(exposed._depth > 0)
             return collective(*arguments, **named)
 
         return call

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stormo.parallel.pipeline.schedules import Costs, idle_share, pipeline_order, simulate
+from stormo.parallel.pipeline.schedules import idle_share, pipeline_order, simulate
 
 BEGIN_UNIX_S = 1_790_000_000.0
 STEPS_PER_EPOCH = 20
@@ -264,7 +264,7 @@ def _source(source_id: str, kind: str, *, interval_s: float) -> dict[str, Any]:
 def schedule_trace(schedule: str, num_workers: int, micro_batches: int, per_worker: int = 1) -> dict[str, Any]:
     """A run of the schedule in which the first action took longer and delayed all others."""
     num_stages = per_worker * num_workers
-    spans = simulate(pipeline_order(schedule, num_workers, num_stages, micro_batches), Costs.even(num_stages))
+    spans = simulate(pipeline_order(schedule, num_workers, num_stages, micro_batches))
     late_s = 0.001 * max(span.stop for span in spans)
     moved = [span._replace(start=0.01 * span.start + late_s, stop=0.01 * span.stop + late_s) for span in spans]
     moved[0] = moved[0]._replace(start=moved[0].start - late_s)

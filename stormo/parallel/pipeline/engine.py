@@ -37,7 +37,7 @@ from stormo.parallel.pipeline.activation_packing import (
     specs_of,
     specs_to_json,
 )
-from stormo.parallel.pipeline.schedules import FORWARD, check_schedule, most_micro_batches, worker_stages
+from stormo.parallel.pipeline.schedules import FORWARD, most_micro_batches, worker_stages
 from stormo.parallel.pipeline.stage import ScheduleTrace, Stage, WiredModule
 from stormo.parallel.pytree import tree_map_only, tree_tensors
 
@@ -60,7 +60,6 @@ class Engine:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        numbers: Sequence[int],
         *,
         num_stages: int,
         group: SubGroup,
@@ -75,9 +74,7 @@ class Engine:
         `waiting` is entered while this worker waits for activations or gradients of another one.
         """
         assert group.size > 1, "a pipeline has at least two workers"
-        check_schedule(schedule, group.size, num_stages, num_micro_batches)
-        assert list(numbers) == worker_stages(group.rank, group.size, num_stages), numbers
-        self._modules = dict(zip(numbers, modules, strict=True))
+        self._modules = dict(zip(worker_stages(group.rank, group.size, num_stages), modules, strict=True))
         self._num_stages = num_stages
         self._group = group
         self._device = device

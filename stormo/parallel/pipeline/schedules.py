@@ -9,14 +9,9 @@ a worker would wait. torch's own schedules run these orders. Pure arithmetic wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from stormo.errors import SettingError, pluralize, unknown_name
-
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # a backward is whole, or of inputs and of weights
-
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 _SEVERAL_STAGES = ("interleaved", "zero-bubble")
 
 
@@ -35,47 +30,8 @@ def worker_stages(worker: int, num_workers: int, num_stages: int) -> list[int]:
 
 def pipeline_order(schedule: str, num_workers: int, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
     """The actions of every worker, in order."""
-    check_schedule(schedule, num_workers, num_stages, num_micro_batches)
     make = _interleaved if schedule in _SEVERAL_STAGES else _one_stage
     return [make(schedule, worker, num_workers, num_stages, num_micro_batches) for worker in range(num_workers)]
-
-
-def check_schedule(schedule: str, num_workers: int, num_stages: int, num_micro_batches: int) -> None:
-    """Raise SettingError if a schedule cannot run with these numbers."""
-    if schedule not in SCHEDULES:
-        raise unknown_name("pipeline schedule", schedule, SCHEDULES)
-    what = f"the pipeline schedule {schedule} was set"
-    per_worker, left = divmod(num_stages, num_workers)
-    if left or not per_worker:
-        raise SettingError(
-            what,
-            f"{pluralize(num_stages, 'stage')} cannot be dealt evenly to {pluralize(num_workers, 'worker')}",
-            f"set {num_workers}, {2 * num_workers} or another multiple of {num_workers} stages",
-        )
-    if per_worker > 1 and schedule not in _SEVERAL_STAGES:
-        raise SettingError(
-            what,
-            f"it has one stage a worker and {num_stages} / {num_workers} = {per_worker}",
-            f"set {num_workers} stages, or the schedule interleaved or zero-bubble",
-        )
-    if per_worker == 1 and schedule == "interleaved":
-        raise SettingError(
-            what,
-            f"{num_stages} / {num_workers} = 1 stage a worker leaves nothing to interleave",
-            f"set {2 * num_workers} stages, or the schedule 1f1b",
-        )
-    if schedule == "naive" and num_micro_batches != 1:
-        raise SettingError(
-            what, f"it knows no micro-batches and {num_micro_batches} were set", "set 1, or the schedule gpipe"
-        )
-    if not _is_possible(schedule, num_workers, num_micro_batches):
-        rounds = max(1, num_micro_batches // num_workers)
-        raise SettingError(
-            what,
-            f"{pluralize(num_micro_batches, 'micro-batch')} on {num_workers} workers make {rounds} rounds, "
-            f"and {num_micro_batches} / {rounds} is not whole",
-            f"set {num_micro_batches // num_workers * num_workers} micro-batches, or another multiple of {num_workers}",
-        )
 
 
 def most_micro_batches(schedule: str, num_workers: int, num_samples: int, limit: int) -> int:
@@ -84,15 +40,10 @@ def most_micro_batches(schedule: str, num_workers: int, num_samples: int, limit:
     possible = (
         count
         for count in range(largest, 0, -1)
-        if num_samples % count == 0 and _is_possible(schedule, num_workers, count)
+        if num_samples % count == 0
+        and (schedule not in _SEVERAL_STAGES or count % max(1, count // num_workers) == 0)  # equal rounds
     )
     return next(possible, 1)
-
-
-def _is_possible(schedule: str, num_workers: int, num_micro_batches: int) -> bool:
-    if num_micro_batches < 1:
-        return False
-    return schedule not in _SEVERAL_STAGES or num_micro_batches % max(1, num_micro_batches // num_workers) == 0
 
 
 def _one_stage(schedule: str, worker: int, num_workers: int, _num_stages: int, num_micro_batches: int) -> list[Action]:
@@ -152,31 +103,15 @@ class Span(NamedTuple):
     stage: int
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Time of every stage for one micro-batch, in any unit. Sending costs nothing."""
-
-    forward: Sequence[float]
-    backward: Sequence[float]
-    weights: Sequence[float]  # the part of the backward that gives the gradients of the weights
-
-    @classmethod
-    def even(cls, num_stages: int, *, forward: float = 1.0, backward: float = 2.0) -> Costs:
-        """Equal stages, whose backward gives the gradients of inputs and of weights in equal times."""
-        return cls([forward] * num_stages, [backward] * num_stages, [backward / 2] * num_stages)
-
-    def of(self, action: Action) -> float:
-        """The time of one action."""
-        kind, stage, _ = action
-        if kind == FORWARD:
-            return self.forward[stage]
-        # The first stage's inputs need no gradients: its backward is not split.
-        weights = self.weights[stage] if stage else self.backward[stage]
-        return {BACKWARD: self.backward[stage], INPUTS: self.backward[stage] - weights, WEIGHTS: weights}[kind]
+def _cost(action: Action) -> float:
+    """The time of an action, if all stages are equal; sending costs nothing."""
+    if action.kind in (INPUTS, WEIGHTS) and action.stage == 0:  # its inputs need no gradients
+        return 0.0 if action.kind == INPUTS else 2.0
+    return 2.0 if action.kind == BACKWARD else 1.0
 
 
-def simulate(order: Sequence[Sequence[Action]], costs: Costs) -> list[Span]:
-    """All actions by their start; each starts as soon as its inputs and its worker are ready."""
+def simulate(order: Sequence[Sequence[Action]]) -> list[Span]:
+    """All actions of equal stages by their start; each starts as soon as its inputs and its worker are ready."""
     done: dict[Action, float] = {}
     free = [0.0] * len(order)
     waiting = [list(reversed(actions)) for actions in order]
@@ -188,7 +123,7 @@ def simulate(order: Sequence[Sequence[Action]], costs: Costs) -> list[Span]:
             while actions and (needed := _needed(actions[-1], last_stage, done)) is not None:
                 action = actions.pop()
                 start = max([free[worker], *needed])
-                free[worker] = done[action] = start + costs.of(action)
+                free[worker] = done[action] = start + _cost(action)
                 spans.append(Span(worker, start, free[worker], action.kind, action.micro_batch, action.stage))
         assert len(spans) > num_before, "the order is a deadlock"
     return sorted(spans, key=lambda span: (span.start, span.worker))
@@ -218,9 +153,6 @@ def idle_share(spans: Iterable[Span], num_workers: int) -> float:
     return 1.0 - busy / (num_workers * length) if length > 0 else 0.0
 
 
-def predicted_bubble(
-    schedule: str, num_workers: int, num_stages: int, num_micro_batches: int, costs: Costs | None = None
-) -> float:
-    """The idle share of a schedule, for equal stages unless their costs are given."""
-    order = pipeline_order(schedule, num_workers, num_stages, num_micro_batches)
-    return idle_share(simulate(order, costs or Costs.even(num_stages)), num_workers)
+def predicted_bubble(schedule: str, num_workers: int, num_stages: int, num_micro_batches: int) -> float:
+    """The idle share of a schedule, for equal stages."""
+    return idle_share(simulate(pipeline_order(schedule, num_workers, num_stages, num_micro_batches)), num_workers)

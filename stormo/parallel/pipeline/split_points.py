@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stormo.errors import SettingError, pluralize
 from stormo.parallel.meta_init import direct_tensors
 from stormo.parallel.pipeline.fx_trace import trace
+from stormo.parallel.tensor.plan import chain_of, is_chain
 
 _EXAMPLE = (
     "give the task a method that names the pieces, such as\n"
@@ -36,20 +37,15 @@ class Piece:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Its parameters, each once."""
-        direct = [tensor for tensor in self._direct_tensors() if isinstance(tensor, nn.Parameter)]
-        called = (parameter for module in self.modules for parameter in module.parameters())
-        yield from {id(parameter): parameter for parameter in (*direct, *called)}.values()
+        yield from {id(tensor): tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)}.values()
 
     def tensors(self) -> Iterator[Tensor]:
         """Its parameters and buffers."""
-        yield from self.parameters()
-        yield from self._direct_tensors()
+        direct = (getattr(module, name) for module, name in self.direct)
+        yield from (tensor for tensor in direct if tensor is not None)
         for module in self.modules:
+            yield from module.parameters()
             yield from module.buffers()
-
-    def _direct_tensors(self) -> Iterator[Tensor]:
-        tensors = (getattr(module, name) for module, name in self.direct)
-        return (tensor for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +96,8 @@ def find_pieces(
     """
     if given is not None:
         found = _given(model, given, name)
-    elif type(model).forward is nn.Sequential.forward and isinstance(model, nn.Sequential):
-        items = tuple(Piece(full, module, (module,)) for full, module in _flat(model, ""))
+    elif is_chain(model):
+        items = tuple(Piece(full, module, (module,)) for full, module in chain_of(model))
         found = Pieces(items, "the modules of nn.Sequential")
     else:
         try:
@@ -168,15 +164,6 @@ def _bound_modules(item: Any) -> Iterator[nn.Module]:
     elif callable(item):
         yield from _bound_modules([getattr(item, "__self__", None)])
         yield from _bound_modules([cell.cell_contents for cell in getattr(item, "__closure__", None) or ()])
-
-
-def _flat(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module._modules.items():
-        assert child is not None
-        if isinstance(child, nn.Sequential) and type(child).forward is nn.Sequential.forward:
-            yield from _flat(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
 
 
 def _ties(model: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -101,10 +101,8 @@ class _Exchange:
             if arrival is not None:
                 with self._waiting():
                     arrival.wait()  # the next ones are received while this one is computed
-            if is_random:  # whole layers must drop the same units on all workers
-                with drawing_from(derive_seed(seed, "round", number), features.device):
-                    outputs.append(compute(batch))
-            else:
+            # Whole layers must drop the same units on all workers.
+            with drawing_from(derive_seed(seed, "round", number), features.device) if is_random else nullcontext():
                 outputs.append(compute(batch))
         mine: Tensor = _ToOwner.apply(self._group, *outputs)  # type: ignore[no-untyped-call]
         return mine

@@ -49,7 +49,6 @@ def build(world: Any, name: str, schedule: str, per_worker: int, count: int) -> 
     keep_only(model, [piece for number in numbers for piece in stages[number]], pieces)
     engine = Engine(
         [StageModule(stages[number]) for number in numbers],
-        numbers,
         num_stages=len(stages),
         group=group,
         device=world.device,
@@ -202,7 +201,6 @@ def synchronized(world: Any) -> list[Tensor]:
     group, data = dims.subgroup("pipeline"), dims.subgroup("replicate")
     engine = Engine(
         [Mixed(data)],
-        [group.rank],
         num_stages=2,
         group=group,
         device=world.device,

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from stormo.errors import SettingError
 from stormo.parallel.pipeline.schedules import (
     Action,
-    Costs,
     Span,
-    check_schedule,
     idle_share,
     most_micro_batches,
     pipeline_order,
@@ -114,15 +111,9 @@ def test_bubble_is_that_of_the_closed_forms(num_workers: int, num_micro_batches:
     assert predicted_bubble("zero-bubble", p, p, m) == pytest.approx((p - 1) / (3 * m + p - 1))
 
 
-def test_bubble_knows_the_slowest_stage() -> None:
-    costs = Costs([1.0, 3.0], [2.0, 6.0], [1.0, 3.0])
-    # The second worker computes 4 × 9 after waiting for one forward; the first one ends its last backward after that.
-    assert predicted_bubble("gpipe", 2, 2, 4, costs) == pytest.approx(1 - (4 * 3 + 4 * 9) / (2 * (1 + 36 + 2)))
-
-
 def test_nothing_starts_before_its_input_is_there() -> None:
     for name, num_stages in (("1f1b", 3), ("interleaved", 6), ("zero-bubble", 6)):
-        spans = simulate(pipeline_order(name, 3, num_stages, 6), Costs.even(num_stages))
+        spans = simulate(pipeline_order(name, 3, num_stages, 6))
         stop = {(span.kind, span.stage, span.micro_batch): span.stop for span in spans}
         for span in spans:
             if span.kind == "F" and span.stage:
@@ -134,10 +125,10 @@ def test_nothing_starts_before_its_input_is_there() -> None:
 
 
 def test_text_shows_every_action() -> None:
-    assert as_text(simulate(pipeline_order("gpipe", 2, 2, 2), Costs.even(2))) == (
+    assert as_text(simulate(pipeline_order("gpipe", 2, 2, 2))) == (
         "worker 0 | F0 F1 .  .  .  B0 -- B1 --\nworker 1 | .  F0 F1 B0 -- B1 -- .  ."
     )
-    shown = as_text(simulate(pipeline_order("interleaved", 2, 4, 2), Costs.even(4)))
+    shown = as_text(simulate(pipeline_order("interleaved", 2, 4, 2)))
     assert shown.splitlines()[1].startswith("worker 1 | .   F0a F1a F0b B0b ---")
 
 
@@ -145,22 +136,6 @@ def test_text_of_measured_times_has_the_wanted_width() -> None:
     spans = [Span(0, 0.0, 0.031, "F", 0, 0), Span(1, 0.04, 0.1, "F", 0, 1), Span(0, 0.07, 0.1, "B", 0, 0)]
     assert as_text(spans, 10) == ("worker 0 | F0 -- -- .  .  .  .  B0 -- --\nworker 1 | .  .  .  .  F0 -- -- -- -- --")
     assert idle_share(spans, 2) == pytest.approx(1 - (0.031 + 0.06 + 0.03) / 0.2)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        (("gpipe", 4, 6, 4), "6 stages cannot be dealt evenly to 4 workers"),
-        (("1f1b", 2, 4, 4), "4 / 2 = 2"),
-        (("interleaved", 2, 2, 4), "nothing to interleave"),
-        (("interleaved", 4, 8, 9), "9 micro-batches on 4 workers make 2 rounds, and 9 / 2 is not whole; set 8"),
-        (("naive", 2, 2, 2), "it knows no micro-batches and 2 were set"),
-        (("gpip", 2, 2, 2), "did you mean gpipe"),
-    ],
-)
-def test_what_cannot_run_is_refused(numbers: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        check_schedule(*numbers)
 
 
 def test_micro_batches_fit_the_batch() -> None:
