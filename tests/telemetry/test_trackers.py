@@ -182,7 +182,7 @@ def test_one_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path
 )
 def test_what_cannot_be_used_is_refused(name: str, words: str) -> None:
     with pytest.raises(SettingError, match=words):
-        trackers.make_trackers([name])
+        trackers.RunSinks([name])
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
