@@ -22,7 +22,7 @@ from stormo.data.batches import Collate, are_same, collate
 from stormo.data.bookmarks import NOT_THE_SAME, NUM_CHECKED, Bookmark, digest
 from stormo.data.generators import generators_kept, host_states, same_states, seed_host, set_host_states
 from stormo.data.order import derive_seed
-from stormo.data.processes import ForwardedError, ForwardErrors, PickleByValue, open_loader
+from stormo.data.processes import ForwardErrors, PickleByValue, open_loader
 from stormo.data.tensors import TensorData
 from stormo.errors import SettingError, pluralize
 
@@ -120,8 +120,7 @@ def key_loader(
     data: Any, batches: Iterable[list[Key]], device: torch.device, num_workers: int, make_batch: Collate = collate
 ) -> DataLoader[Any]:
     """A loader of the batches with these keys."""
-    collate_fn = ForwardErrors(make_batch)
-    return open_loader(SeededDataset(data), device, num_workers, batch_sampler=batches, collate_fn=collate_fn)
+    return open_loader(SeededDataset(data), device, num_workers, make_batch, batch_sampler=batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class SeekableStream(PickleByValue, Dataset[Any]):
         self._bookmark: Bookmark | None = None  # of the current step
         self._note: str | None = None
 
-    def __getitems__(self, request: StreamRequest) -> StreamBatch | ForwardedError:
+    def __getitems__(self, request: StreamRequest) -> StreamBatch | SettingError:
         """The samples of a micro-batch."""
         self._bookmark = self._note = None
         try:
@@ -175,7 +174,7 @@ class SeekableStream(PickleByValue, Dataset[Any]):
                 with generators_kept():
                     self._read(request)
         except SettingError as error:
-            return ForwardedError.of(error)
+            return error
         mark = None if self._bookmark is None else asdict(self._bookmark)
         return [self._kept[row] for row in request.rows], mark, self._note
 
@@ -313,7 +312,7 @@ def round_robin_loader(
 ) -> DataLoader[Any]:
     """Every batch of a stream as (number of samples, data); data is None in other workers' turns, but for the first."""
     stream = RoundRobin(data, batch_size, worker, num_workers, make_batch)
-    return open_loader(stream, device, min(1, num_processes), batch_size=None, collate_fn=_unchanged)
+    return open_loader(stream, device, min(1, num_processes), _unchanged, batch_size=None)
 
 
 def _unchanged(batch: Any) -> Any:
