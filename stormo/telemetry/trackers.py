@@ -25,7 +25,7 @@ from stormo.errors import MissingPackageError, SettingError, unknown_name
 from stormo.system.files import read_object
 from stormo.telemetry.folder import RunFolder, to_json, write_json
 from stormo.telemetry.record import EpochDone, Notice, Record, RunEnded, RunStarted, Sink, StepDone, ValueLogged
-from stormo.telemetry.runs_folder import flat_config
+from stormo.telemetry.runs_folder import flat, flat_config
 from stormo.telemetry.tensorboard import scalars_of
 
 GROUP = "stormo.sinks"
@@ -102,7 +102,7 @@ class MlflowTracker:
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Numbers of the summary become metrics, texts tags."""
-        figures = dict(_flat(summary))
+        figures = _figures(summary)
         self.log(
             int(figures.get("steps") or 0),
             {f"summary/{name}": value for name, value in figures.items() if isinstance(value, int | float)},
@@ -152,7 +152,7 @@ class WandbTracker:
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """The figures of the summary become W&B's."""
-        self._run.summary.update({f"summary/{name}": value for name, value in _flat(summary)})
+        self._run.summary.update({f"summary/{name}": value for name, value in _figures(summary).items()})
         self._run.finish(exit_code=int(summary.get("stopped_by", "error") in ("error", "divergence")))
 
 
@@ -166,13 +166,9 @@ def _has_wandb_login(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | float]]:
+def _figures(summary: Mapping[str, Any]) -> dict[str, str | float]:
     """Numbers and texts, also those of inner mappings; what was not measured is left out."""
-    for name, value in to_json(values).items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}/")
-        elif isinstance(value, str | int | float):
-            yield f"{prefix}{name}", value
+    return {name: value for name, value in flat(to_json(summary), "/") if isinstance(value, str | int | float)}
 
 
 _TITLES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
