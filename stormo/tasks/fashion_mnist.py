@@ -102,8 +102,8 @@ class FashionMnist(Task):
         from stormo.data.fashion_mnist import read
         from stormo.data.tensors import TensorData
 
-        arrays = read(self._folder or self.fetch(), split)  # type: ignore[arg-type]
-        return TensorData(arrays.images[:num_samples], arrays.labels[:num_samples])
+        images, labels = read(self._folder or self.fetch(), split)  # type: ignore[arg-type]
+        return TensorData(images[:num_samples], labels[:num_samples])
 
     def augment(self, batch: Any, draws: Tensor) -> Any:
         """Mirror half of the images and shift each by up to two pixels."""
