@@ -49,8 +49,7 @@ def stage_on_nodes(
 
     Where one of these was stopped by a signal, all workers raise `StoppedError`.
     """
-    own: list[Lease] = []
-    paths: list[Path] = []
+    own: list[tuple[Path, Lease]] = []
 
     def copy() -> dict[str, Any]:
         assert source is not None
@@ -58,9 +57,8 @@ def stage_on_nodes(
             done = stage(Path(source), folder, keep=keep, tell=_tell if world.is_main else lambda _: None, stop=stop)
         except StoppedError as error:
             return {"stopped": error.signal_number}
-        own.append(done.lease)
+        own.append((done.path, done.lease))
         figures = {name: getattr(done, name) for name in ("num_bytes", "copied_bytes", "seconds")}
-        paths.append(done.path)
         return {"name": done.entry.name, **figures}
 
     try:
@@ -73,14 +71,13 @@ def stage_on_nodes(
                 _tell(str(error))
             raise error
         if not own:
-            path, lease = lease_copy(folder, done["name"])  # it is there, since the one who copied holds it
-            paths.append(path)
-            own.append(lease)
+            own.append(lease_copy(folder, done["name"]))  # it is there, since the one who copied holds it
     except BaseException:
-        for lease in own:
+        for _, lease in own:
             lease.release()
         raise
-    return NodeCopy(path=paths[0], lease=own[0], sentence=sentence(nodes, paths[0]) if nodes else None)
+    ((path, lease),) = own
+    return NodeCopy(path=path, lease=lease, sentence=sentence(nodes, path) if nodes else None)
 
 
 def sentence(nodes: list[dict[str, Any]], path: Path) -> str:
