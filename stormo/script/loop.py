@@ -68,9 +68,7 @@ class Loop:
     num_loaders: int = 0
     warned: set[str] = field(default_factory=set)  # keys of warnings that were printed
     folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded or saved
-    loaders: WeakValueDictionary[int, LoaderBase] = field(
-        default_factory=WeakValueDictionary
-    )  # still in use, by number
+    loaders: WeakValueDictionary[int, LoaderBase] = field(default_factory=WeakValueDictionary)  # in use, by number
 
     def __post_init__(self) -> None:
         self._replicas = ReplicaCheck(self.world, self.groups)
@@ -106,7 +104,8 @@ class Loop:
         numbers = self.check.exchange(what, where, self._replicas.fingerprint() if compares else 0)
         if self._replicas.may_differ(numbers):
             found = self.check.exchange("learning rates and weights", number=self._replicas.first_difference())
-            self._replicas.report(found)
+            if (sentence := self._replicas.report(found)) is not None:
+                self.warn_once(sentence, sentence)
 
     @contextmanager
     def without_statistics(self, is_padding: bool) -> Iterator[None]:
