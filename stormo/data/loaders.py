@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from stormo.data.batches import Collate, collate
 from stormo.data.bookmarks import Bookmark
 from stormo.data.order import MicroBatch, epoch_draws, epoch_order, micro_batches, part, split_step
 from stormo.data.processes import DevicePrefetcher
-from stormo.data.reading import CollateStream, SeededDataset, SeekableStream, StreamRequest
+from stormo.data.reading import SeededDataset, SeekableStream, StreamRequest, collate_stream
 from stormo.data.tensors import TensorData
 
 
@@ -207,7 +208,7 @@ class IterableLoader(Loader):
         assert num_workers <= 1, "a stream is read by one process: two would take the same samples"
         super().__init__(num_samples, share, seed, num_draws, augment, device)
         stream = SeekableStream(data, num_samples, seed, repeat)
-        self._prefetcher = DevicePrefetcher(stream, device, num_workers, CollateStream(make_batch))
+        self._prefetcher = DevicePrefetcher(stream, device, num_workers, partial(collate_stream, make_batch))
         self._bookmarks: list[dict[str, Any]] = []  # the last ones
         self._start = 0  # of the epoch, in the stream
         self._repeat = repeat

@@ -56,7 +56,7 @@ def open_loader(
         generator=torch.Generator().manual_seed(0),  # never draw from the global generator: it would shift dropout
         multiprocessing_context=context,
         worker_init_fn=_ending_with_this_process() if num_workers else None,
-        collate_fn=ForwardErrors(make_batch),
+        collate_fn=functools.partial(batch_or_error, make_batch),
         **settings,
     )
 
@@ -122,18 +122,12 @@ def raise_forwarded(batch: Any) -> Any:
     return batch
 
 
-class ForwardErrors:
-    """A collate function that returns its errors for the user; torch would wrap them in a traceback."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        """A batch of these samples."""
-        try:
-            return samples if isinstance(samples, SettingError) else self._collate(samples)
-        except SettingError as error:
-            return error
+def batch_or_error(make_batch: Collate, samples: Any) -> Any:
+    """A batch, or an error for the user in its place; torch would wrap it in a traceback."""
+    try:
+        return samples if isinstance(samples, SettingError) else make_batch(samples)
+    except SettingError as error:
+        return error
 
 
 # A data set on its way to a process
