@@ -8,7 +8,6 @@ reading up to it.
 
 from __future__ import annotations
 
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from stormo.data.order import MicroBatch, epoch_draws, epoch_order, micro_batche
 from stormo.data.processes import DevicePrefetcher
 from stormo.data.reading import SeededDataset, SeekableStream, StreamRequest, collate_stream
 from stormo.data.tensors import TensorData
+from stormo.telemetry.text import tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class IterableLoader(Loader):
             if mark is not None:
                 self._bookmarks = [*self._bookmarks[-3:], mark]
             if note is not None and self.share.worker == 0:
-                print(f"stormo: {note}.", file=sys.stderr, flush=True)  # noqa: T201
+                tell(f"{note}.")
             yield self._batch(data, span, draws)
 
     def close(self) -> None:

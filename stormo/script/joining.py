@@ -31,6 +31,7 @@ from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
 from stormo.launch.slices import take_slice
 from stormo.system.hardware import visible_gpus
 from stormo.system.signals import STOP_SIGNALS, StopFlag
+from stormo.telemetry.text import tell
 
 _STOPPED_BY_SCRIPT = 1  # below every signal's number
 _releases: list[Callable[[], None]] = []  # called before an error ends the process at once
@@ -128,7 +129,7 @@ def _report_errors(rank_info: RankInfo, reporter: FailureReporter) -> None:
         with contextlib.suppress(Exception):
             reporter.report_failure(error, secondary=is_secondary(error))
         if not reporter.shows_failures:
-            print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
+            tell(str(error))
             atexit._run_exitfuncs()  # nobody waits for this process, so it ends as any does
         flush_streams()
         # Nothing may wait for the others now, as leaving a process group might.

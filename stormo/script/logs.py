@@ -14,8 +14,9 @@ from stormo.telemetry.environment import collect_environment
 from stormo.telemetry.events import EventFile
 from stormo.telemetry.folder import RunFolder, write_json
 from stormo.telemetry.media import log_value
-from stormo.telemetry.record import Notice, RunEnded, RunStarted
+from stormo.telemetry.record import RunEnded, RunStarted
 from stormo.telemetry.tensorboard import TensorBoardFile
+from stormo.telemetry.text import tell
 from stormo.telemetry.trackers import RunSinks, check
 from stormo.training.run_folder import lock_folder, torch_environment
 
@@ -65,7 +66,7 @@ class ScriptLog:
             self._lock.close()
 
     def _open(self, folder: RunFolder, step: int) -> RunSinks:
-        sinks = RunSinks(self._trackers, _say)
+        sinks = RunSinks(self._trackers, lambda notice: tell(notice.text))
         is_resume = folder.events.exists()
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = lock_folder(folder)
@@ -85,10 +86,6 @@ class ScriptLog:
             tracker.started.wait(_LONGEST_START_S)
         at_exit(self.close)  # now, so that it comes before what the tools do at the end of the process
         return sinks
-
-
-def _say(notice: Notice) -> None:
-    print(f"stormo: {notice.text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _script() -> str:

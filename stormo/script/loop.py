@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from stormo.errors import SettingError, pluralize
 from stormo.layers.sync_batch_norm import set_absent
 from stormo.script.collective_check import CollectiveCheck
 from stormo.script.replica_check import ReplicaCheck
+from stormo.telemetry.text import tell
 
 if TYPE_CHECKING:
     from stormo.script.stepping import Group
@@ -94,7 +94,7 @@ class Loop:
         """Print a warning once, on rank 0."""
         if self.world.is_main and key not in self.warned:
             self.warned.add(key)
-            print(f"stormo: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+            tell(sentence)
 
     def check_replicas(self, what: str, where: str = "", *, compares: bool = True) -> None:
         """Post something that all workers must begin with the same learning rates and weights; raise where they do not.

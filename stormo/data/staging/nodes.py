@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stormo.data.staging.copying import StoppedError
 from stormo.data.staging.node_cache import Lease, lease_copy, stage
 from stormo.errors import SettingError, pluralize
-from stormo.telemetry.text import format_bytes
+from stormo.telemetry.text import format_bytes, tell
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
@@ -54,7 +53,7 @@ def stage_on_nodes(
     def copy() -> dict[str, Any]:
         assert source is not None
         try:
-            done = stage(Path(source), folder, keep=keep, tell=_tell if world.is_main else lambda _: None, stop=stop)
+            done = stage(Path(source), folder, keep=keep, tell=tell if world.is_main else lambda _: None, stop=stop)
         except StoppedError as error:
             return {"stopped": error.signal_number}
         own.append((done.path, done.lease))
@@ -68,7 +67,7 @@ def stage_on_nodes(
         if stopped := world.broadcast_object(max((node.get("stopped", 0) for node in nodes), default=0)):
             error = StoppedError(stopped)
             if world.is_main:
-                _tell(str(error))
+                tell(str(error))
             raise error
         if not own:
             own.append(lease_copy(folder, done["name"]))  # it is there, since the one who copied holds it
@@ -92,7 +91,3 @@ def sentence(nodes: list[dict[str, Any]], path: Path) -> str:
     reused = "" if num_copies == len(nodes) else f", reused on {pluralize(len(nodes) - num_copies, 'node')}"
     slow = "" if len(nodes) == 1 else " on the slowest"
     return f"Data: staged {size} in {seconds:.1f} s ({rate}/s{slow}) to {where}{reused}."
-
-
-def _tell(sentence: str) -> None:
-    print(f"stormo: {sentence}", file=sys.stderr)  # noqa: T201
