@@ -126,8 +126,8 @@ def remove_unused(folder: Path, *, of_source: Path | None = None, but: Path | No
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry != but and is_own_folder(entry):
                 with entry_lock(entry, waits=False) as is_mine:
-                    is_kept = is_mine and (entry / KEEP).exists()
-                    if is_mine and not (is_kept and _source_in(entry) != str(of_source)):
+                    is_outdated = is_mine and (_read_manifest(entry) or {}).get("source") == str(of_source)
+                    if is_mine and (is_outdated or not (entry / KEEP).exists()):
                         remove_if_unused(entry)
         root.rmdir()  # where nothing is left
 
@@ -186,11 +186,6 @@ def _read_manifest(entry: Path) -> dict[str, Any] | None:
     except (BadFileError, FileNotFoundError, KeyError, TypeError):  # TypeError: of another release
         return None
     return {"source": str(manifest.get("source")), "boot": manifest.get("boot"), "files": files}
-
-
-def _source_in(entry: Path) -> str | None:
-    manifest = _read_manifest(entry)
-    return None if manifest is None else manifest["source"]
 
 
 def _boot() -> str:
