@@ -65,8 +65,8 @@ def wide_resnet(width: int) -> nn.Sequential:
 
 def dataset(folder: Path, split: str) -> TensorDataset:
     """Images in [0, 1] and labels."""
-    arrays = read(folder, split)  # type: ignore[arg-type]
-    return TensorDataset(arrays.images.unsqueeze(1).float() / 255, arrays.labels.long())
+    images, labels = read(folder, split)  # type: ignore[arg-type]
+    return TensorDataset(images.unsqueeze(1).float() / 255, labels.long())
 
 
 def main() -> None:

@@ -59,6 +59,9 @@ class SettingError(StormoError, ValueError):
         super().__init__(f"{what}, but {why}; {instead}.")
         self.what, self.why, self.instead = what, why, instead
 
+    def __reduce__(self) -> tuple[type[SettingError], tuple[str, str, str]]:
+        return SettingError, (self.what, self.why, self.instead)  # not of the sentence, which pickle would take
+
 
 class MissingPackageError(StormoError, ImportError):
     """An optional package is needed for what was asked."""

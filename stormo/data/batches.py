@@ -95,8 +95,7 @@ def batch_length(batch: Any) -> int:
 
 def cut(batch: Any, start: int, stop: int) -> Any:
     """Rows `start` to `stop` of every tensor, and of every list of plain values; numbers and scalars stay."""
-    _check_rows(batch)
-    return _cut(batch, slice(start, stop), _ROOT)
+    return _rows(batch, slice(start, stop))
 
 
 def samples_first(batch: Any, dim: int, *, undo: bool = False) -> Any:
@@ -119,19 +118,16 @@ def samples_first(batch: Any, dim: int, *, undo: bool = False) -> Any:
 
 def repeat_rows(batch: Any, num_rows: int) -> Any:
     """The rows of a batch, repeated until there are so many, copied."""
-    _check_rows(batch)
     length = batch_length(batch)
-    return _cut(batch, [row % length for row in range(num_rows)], _ROOT)
+    return _rows(batch, [row % length for row in range(num_rows)])
 
 
 def rotated(batch: Any, start: int) -> Any:
     """The rows of a batch from one to the last, and then those before it."""
-    _check_rows(batch)
-    length = batch_length(batch)
-    return _cut(batch, [*range(start, length), *range(start)], _ROOT)
+    return _rows(batch, [*range(start, batch_length(batch)), *range(start)])
 
 
-def _check_rows(batch: Any) -> None:
+def _rows(batch: Any, rows: slice | list[int]) -> Any:
     lengths = list(_lengths(batch, _ROOT))
     for path, length in lengths[1:]:
         if length != lengths[0][1]:
@@ -140,6 +136,7 @@ def _check_rows(batch: Any) -> None:
                 f"{path} has {length}, so that it is not clear which rows are one sample",
                 "let the first dimension of everything in a batch be the samples",
             )
+    return _cut(batch, rows, _ROOT)
 
 
 def collate(samples: list[Any]) -> Any:

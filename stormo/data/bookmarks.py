@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,10 @@ def is_stateful(data: Any) -> bool:
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
-def digest(samples: Iterable[Any]) -> str:
-    """Stands for what samples hold: numbers, text, arrays and tensors."""
+def digest(sample: Any) -> str:
+    """Stands for what a sample or a batch holds: numbers, text, arrays and tensors."""
     found = hashlib.sha256()
-    for sample in samples:
-        _add(found, sample)
+    _add(found, sample)
     return found.hexdigest()[:16]
 
 

@@ -120,14 +120,6 @@ PUBLIC_SOURCES = Sources(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Arrays:
-    """One split in memory: images [n, 28, 28] of uint8, labels [n] of int64, both contiguous."""
-
-    images: torch.Tensor
-    labels: torch.Tensor
-
-
 class DataNotFoundError(StormoError):
     """No source has a usable copy of the data set; the text lists what was tried."""
 
@@ -138,8 +130,10 @@ class UnusableError(Exception):
     """A file or a source cannot be used; the text continues a sentence that begins with its name."""
 
 
-def read(folder: Path, split: Literal["train", "validation"], *, release: Release = FASHION_MNIST) -> Arrays:
-    """One split of the files in `folder`, which `find_or_fetch` gave."""
+def read(
+    folder: Path, split: Literal["train", "validation"], *, release: Release = FASHION_MNIST
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One split of the files in `folder`, which `find_or_fetch` gave: images [n, 28, 28] of uint8, labels of int64."""
     import torch
 
     tensors: list[torch.Tensor] = []
@@ -154,7 +148,7 @@ def read(folder: Path, split: Literal["train", "validation"], *, release: Releas
         # torch takes over the writable buffer without a copy; `reshape` of it stays a contiguous view.
         tensors.append(torch.frombuffer(content, dtype=torch.uint8, offset=len(file.header)).reshape(file.shape))
     images, labels = tensors
-    return Arrays(images=images, labels=labels.to(torch.int64))
+    return images, labels.to(torch.int64)
 
 
 def find_or_fetch(

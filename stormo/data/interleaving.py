@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from stormo.errors import SettingError
 
 _File = TypeVar("_File")
+_END = object()
 
 
 def interleave(
@@ -81,23 +82,17 @@ class Interleaved(IterableDataset[Any], Generic[_File]):
 
     def _samples(self, files: list[_File]) -> Iterator[Any]:
         waiting = iter(files)
-        places = [iter(self._read(file)) for file in itertools.islice(waiting, self._cycle)]
+        places = [self._place(iter(self._read(file)), waiting) for file in itertools.islice(waiting, self._cycle)]
         while places:
-            still_open = []
-            for place in places:
-                found = self._next(place, waiting)
-                if found is not None:
-                    reader, sample = found
-                    still_open.append(reader)
+            for place in list(places):
+                sample = next(place, _END)
+                if sample is _END:
+                    places.remove(place)
+                else:
                     yield sample
-            places = still_open
 
-    def _next(self, reader: Iterator[Any], waiting: Iterator[_File]) -> tuple[Iterator[Any], Any] | None:
-        """The next sample of a place among the open files, with its reader; a file that has ended gives way."""
-        while True:
-            for sample in reader:
-                return reader, sample
-            file = next(waiting, None)
-            if file is None:
-                return None
-            reader = iter(self._read(file))
+    def _place(self, first: Iterator[Any], waiting: Iterator[_File]) -> Iterator[Any]:
+        """The samples of a place among the open files: a file that has ended gives way to one that waits."""
+        yield from first
+        for file in waiting:
+            yield from self._read(file)

@@ -8,11 +8,11 @@ reading up to it.
 
 from __future__ import annotations
 
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from torch.utils.data import Dataset
 from stormo.data.batches import Collate, collate
 from stormo.data.bookmarks import Bookmark
 from stormo.data.order import MicroBatch, epoch_draws, epoch_order, micro_batches, part, split_step
-from stormo.data.processes import DevicePrefetcher, ForwardErrors, Requests, open_loader, shut_down
-from stormo.data.reading import CollateStream, SeededDataset, SeekableStream, StreamRequest
+from stormo.data.processes import DevicePrefetcher
+from stormo.data.reading import SeededDataset, SeekableStream, StreamRequest, collate_stream
 from stormo.data.tensors import TensorData
+from stormo.telemetry.text import tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +175,17 @@ class StreamedLoader(_ShuffledLoader):
         make_batch: Collate = collate,
     ) -> None:
         super().__init__(len(data), share, seed, num_draws, augment, device)  # type: ignore[arg-type]
-        self._data, self._requests = SeededDataset(data), Requests()
-        reader = open_loader(
-            self._data, device, num_workers, batch_sampler=self._requests, collate_fn=ForwardErrors(make_batch)
-        )
-        self._prefetcher: DevicePrefetcher[MicroBatch] = DevicePrefetcher(reader, device)
+        self._data = SeededDataset(data)
+        self._prefetcher = DevicePrefetcher(self._data, device, num_workers, make_batch)
 
     def _read(self, epoch: int, order: Tensor, draws: Tensor | None, spans: list[MicroBatch]) -> Iterator[Batch]:
-        self._requests.items = (self._data.keys(order, *span.padded, self.seed, epoch) for span in spans)
-        for data, span in self._prefetcher.batches(spans):
+        keys = (self._data.keys(order, *span.padded, self.seed, epoch) for span in spans)
+        for data, span in self._prefetcher.batches(keys, spans):
             yield self._batch(data, span, draws)
 
     def close(self) -> None:
         """End the loading processes now rather than at garbage collection."""
-        shut_down(self._prefetcher.loader)
+        self._prefetcher.close()
 
 
 class IterableLoader(Loader):
@@ -209,16 +207,8 @@ class IterableLoader(Loader):
     ) -> None:
         assert num_workers <= 1, "a stream is read by one process: two would take the same samples"
         super().__init__(num_samples, share, seed, num_draws, augment, device)
-        self._requests = Requests()
         stream = SeekableStream(data, num_samples, seed, repeat)
-        reader = open_loader(
-            stream,
-            device,
-            num_workers,
-            batch_sampler=self._requests,
-            collate_fn=ForwardErrors(CollateStream(make_batch)),
-        )
-        self._prefetcher: DevicePrefetcher[MicroBatch] = DevicePrefetcher(reader, device)
+        self._prefetcher = DevicePrefetcher(stream, device, num_workers, partial(collate_stream, make_batch))
         self._bookmarks: list[dict[str, Any]] = []  # the last ones
         self._start = 0  # of the epoch, in the stream
         self._repeat = repeat
@@ -238,10 +228,8 @@ class IterableLoader(Loader):
     def start(self, num_samples: int) -> Any:
         """The first samples of the stream as one batch, on every worker the same ones."""
         stop = min(num_samples, self.num_samples)
-        self._requests.items = [
-            StreamRequest(0, stop, share=(0, stop), rows=range(stop), is_first=True, ends_epoch=False)
-        ]
-        ((batch, _, _),) = (data for data, _ in self._prefetcher.batches(split_step(0, stop, 1, 0, 1)))
+        request = StreamRequest(0, stop, share=(0, stop), rows=range(stop), is_first=True, ends_epoch=False)
+        ((batch, _, _),) = (data for data, _ in self._prefetcher.batches([request], split_step(0, stop, 1, 0, 1)))
         return batch
 
     def bookmark(self, epoch: int, position: int) -> dict[str, Any] | None:
@@ -282,15 +270,14 @@ class IterableLoader(Loader):
 
     def _read(self, epoch: int, spans: list[MicroBatch], requests: list[StreamRequest]) -> Iterator[Batch]:
         self._start = (epoch - 1) * self.num_samples
-        self._requests.items = requests
         draws = self._draws(epoch)
-        for (data, mark, note), span in self._prefetcher.batches(spans):
+        for (data, mark, note), span in self._prefetcher.batches(requests, spans):
             if mark is not None:
                 self._bookmarks = [*self._bookmarks[-3:], mark]
             if note is not None and self.share.worker == 0:
-                print(f"stormo: {note}.", file=sys.stderr, flush=True)  # noqa: T201
+                tell(f"{note}.")
             yield self._batch(data, span, draws)
 
     def close(self) -> None:
         """End the reading process now rather than at garbage collection."""
-        shut_down(self._prefetcher.loader)
+        self._prefetcher.close()

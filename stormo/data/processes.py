@@ -12,20 +12,19 @@ import select
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import get_temp_dir
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from stormo.data.batches import Collate, is_opaque, move, tensors_in
+from stormo.data.order import MicroBatch
 from stormo.errors import SettingError
 
-Tag = TypeVar("Tag")
 _MOST_SHARED = 64  # of the 256 descriptors that can be sent at once, some of which are needed otherwise
 _ARRAY_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _ARRAY_DTYPES |= {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -41,7 +40,9 @@ class Requests(Sampler[Any]):
         return iter(self.items)
 
 
-def open_loader(data: Dataset[Any], device: torch.device, num_workers: int, **settings: Any) -> DataLoader[Any]:
+def open_loader(
+    data: Dataset[Any], device: torch.device, num_workers: int, make_batch: Collate, **settings: Any
+) -> DataLoader[Any]:
     """A DataLoader; with `num_workers` 0 batches are read where they are asked for."""
     context = multiprocessing.get_context("forkserver") if num_workers else None
     if context is not None:
@@ -55,6 +56,7 @@ def open_loader(data: Dataset[Any], device: torch.device, num_workers: int, **se
         generator=torch.Generator().manual_seed(0),  # never draw from the global generator: it would shift dropout
         multiprocessing_context=context,
         worker_init_fn=_ending_with_this_process() if num_workers else None,
+        collate_fn=functools.partial(batch_or_error, make_batch),
         **settings,
     )
 
@@ -67,24 +69,30 @@ def shut_down(loader: DataLoader[Any]) -> None:
         loader._iterator = None
 
 
-class DevicePrefetcher(Generic[Tag]):
-    """A loader's batches on the device; the next one is copied on a CUDA stream while this one is used."""
+class DevicePrefetcher:
+    """Batches on the device; the next one is copied on a CUDA stream while this one is used."""
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
-        self.loader = loader
+    def __init__(self, data: Dataset[Any], device: torch.device, num_workers: int, make_batch: Collate) -> None:
+        self._requests = Requests()
+        self._loader = open_loader(data, device, num_workers, make_batch, batch_sampler=self._requests)
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def batches(self, tags: Iterable[Tag]) -> Iterator[tuple[Any, Tag]]:
-        """The next batches of the loader, one for each tag."""
-        ahead: tuple[tuple[Any, Any], Tag] | None = None
-        source = iter(self.loader)
-        for tag in tags:
+    def close(self) -> None:
+        """End the loading processes now rather than at garbage collection."""
+        shut_down(self._loader)
+
+    def batches(self, requests: Iterable[Any], spans: Iterable[MicroBatch]) -> Iterator[tuple[Any, MicroBatch]]:
+        """What the data set gives for each request, with its span."""
+        self._requests.items = requests
+        ahead: tuple[tuple[Any, Any], MicroBatch] | None = None
+        source = iter(self._loader)
+        for span in spans:
             # The copy of this batch starts before the one ahead of it is handed out and computed on.
             arrived = self._to_device(raise_forwarded(next(source)))
             if ahead is not None:
                 yield self._usable(*ahead[0]), ahead[1]
-            ahead = arrived, tag
+            ahead = arrived, span
         if ahead is not None:
             yield self._usable(*ahead[0]), ahead[1]
 
@@ -107,39 +115,19 @@ class DevicePrefetcher(Generic[Tag]):
 # Errors for the user
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardedError:
-    """The fields of a SettingError that was raised in a loading process, where torch would wrap it in a traceback."""
-
-    what: str
-    why: str
-    instead: str
-
-    @classmethod
-    def of(cls, error: SettingError) -> ForwardedError:
-        """What stands for this error."""
-        return cls(error.what, error.why, error.instead)
-
-
 def raise_forwarded(batch: Any) -> Any:
-    """The batch, or the error that it stands for."""
-    if isinstance(batch, ForwardedError):
-        raise SettingError(batch.what, batch.why, batch.instead)
+    """The batch; an error that a loading process gave in its place is raised."""
+    if isinstance(batch, SettingError):
+        raise batch
     return batch
 
 
-class ForwardErrors:
-    """A collate function whose errors for the user become a `ForwardedError`."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        """A batch of these samples."""
-        try:
-            return samples if isinstance(samples, ForwardedError) else self._collate(samples)
-        except SettingError as error:
-            return ForwardedError.of(error)
+def batch_or_error(make_batch: Collate, samples: Any) -> Any:
+    """A batch, or an error for the user in its place; torch would wrap it in a traceback."""
+    try:
+        return samples if isinstance(samples, SettingError) else make_batch(samples)
+    except SettingError as error:
+        return error
 
 
 # A data set on its way to a process

@@ -9,7 +9,6 @@ import copy
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from stormo.data.batches import Collate, are_same, collate
 from stormo.data.bookmarks import NOT_THE_SAME, NUM_CHECKED, Bookmark, digest
 from stormo.data.generators import generators_kept, host_states, same_states, seed_host, set_host_states
 from stormo.data.order import derive_seed
-from stormo.data.processes import ForwardedError, ForwardErrors, PickleByValue, open_loader
+from stormo.data.processes import PickleByValue, batch_or_error, open_loader
 from stormo.data.tensors import TensorData
 from stormo.errors import SettingError, pluralize
 
@@ -120,8 +119,7 @@ def key_loader(
     data: Any, batches: Iterable[list[Key]], device: torch.device, num_workers: int, make_batch: Collate = collate
 ) -> DataLoader[Any]:
     """A loader of the batches with these keys."""
-    collate_fn = ForwardErrors(make_batch)
-    return open_loader(SeededDataset(data), device, num_workers, batch_sampler=batches, collate_fn=collate_fn)
+    return open_loader(SeededDataset(data), device, num_workers, make_batch, batch_sampler=batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +135,10 @@ class StreamRequest:
     bookmark: Bookmark | None = None  # before it, from which the stream may continue
 
 
-class CollateStream:
-    """Makes a batch of a `StreamBatch` of samples."""
-
-    def __init__(self, make_batch: Collate) -> None:
-        self._make_batch = make_batch
-
-    def __call__(self, found: Any) -> StreamBatch:
-        """The same with a batch of the samples."""
-        samples, mark, note = found
-        return self._make_batch(samples), mark, note
+def collate_stream(make_batch: Collate, found: StreamBatch) -> StreamBatch:
+    """The same with a batch of its samples."""
+    samples, mark, note = found
+    return make_batch(samples), mark, note
 
 
 class SeekableStream(PickleByValue, Dataset[Any]):
@@ -162,12 +154,12 @@ class SeekableStream(PickleByValue, Dataset[Any]):
         self._position = 0  # of the next sample
         self._kept: dict[int, Any] = {}  # of the current step
         self._current = data  # what is iterated
-        self._ahead: deque[Any] = deque()  # read already, to check a bookmark
+        self._checked_to = 0  # a position: where a bookmark was checked, the stream's state is ahead up to here
         self._marked_s = -math.inf
         self._bookmark: Bookmark | None = None  # of the current step
         self._note: str | None = None
 
-    def __getitems__(self, request: StreamRequest) -> StreamBatch | ForwardedError:
+    def __getitems__(self, request: StreamRequest) -> StreamBatch | SettingError:
         """The samples of a micro-batch."""
         self._bookmark = self._note = None
         try:
@@ -175,7 +167,7 @@ class SeekableStream(PickleByValue, Dataset[Any]):
                 with generators_kept():
                     self._read(request)
         except SettingError as error:
-            return ForwardedError.of(error)
+            return error
         mark = None if self._bookmark is None else asdict(self._bookmark)
         return [self._kept[row] for row in request.rows], mark, self._note
 
@@ -190,14 +182,14 @@ class SeekableStream(PickleByValue, Dataset[Any]):
             self._position = start
         while self._position < request.step_start:
             self._next()
-        if not self._ahead and time.monotonic() - self._marked_s >= SECONDS_BETWEEN_BOOKMARKS:
+        if self._position >= self._checked_to and time.monotonic() - self._marked_s >= SECONDS_BETWEEN_BOOKMARKS:
             self._bookmark, self._marked_s = Bookmark.make(self._current, self._position, self._round), time.monotonic()
         self._kept = {}
         start, stop = request.share
         while self._position < request.read_to:
             position, sample = self._position, self._next()
             if self._bookmark is not None and len(self._bookmark.digests) < NUM_CHECKED:
-                self._bookmark.digests.append(digest([sample]))
+                self._bookmark.digests.append(digest(sample))
             if position == request.step_start or start <= position < stop:  # the first one serves as padding
                 self._kept[position] = sample
         if request.ends_epoch and not self._repeat:
@@ -213,15 +205,17 @@ class SeekableStream(PickleByValue, Dataset[Any]):
             samples = [self._next() for _ in mark.digests]
         except Exception:  # the library's own, for a state that it does not take
             samples = []
-        if not samples or [digest([sample]) for sample in samples] != mark.digests:
+        if not samples or [digest(sample) for sample in samples] != mark.digests:
             self._note = NOT_THE_SAME
             return False
-        self._ahead, self._position = deque(samples), mark.position
+        assert self._iterator is not None
+        self._iterator = itertools.chain(samples, self._iterator)
+        self._checked_to, self._position = self._position, mark.position
         return True
 
     def _begin(self, number: int, state: dict[str, Any] | None = None) -> None:
         self._round = number
-        self._ahead.clear()
+        self._checked_to = 0
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(number)
         seed_host(derive_seed(self._seed, "pass", number))  # it may shuffle already here
@@ -235,9 +229,6 @@ class SeekableStream(PickleByValue, Dataset[Any]):
         epoch, position = divmod(self._position, self._num_samples)
         seed = derive_seed(self._seed, epoch + 1, position)
         assert self._iterator is not None
-        if self._ahead:
-            self._position += 1
-            return self._ahead.popleft()
         seed_host(seed)
         sample = next(self._iterator, _END)
         if sample is _END and self._repeat:
@@ -279,7 +270,7 @@ class RoundRobin(PickleByValue, IterableDataset[tuple[int, Any]]):
         self._batch_size = batch_size
         self._worker = worker
         self._num_workers = num_workers
-        self._make_batch = ForwardErrors(make_batch)
+        self._make_batch = make_batch
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         with generators_kept():
@@ -297,7 +288,7 @@ class RoundRobin(PickleByValue, IterableDataset[tuple[int, Any]]):
             if samples:
                 # The first one goes to all: a worker that gets no other learns from it what would be measured.
                 is_own = index == 0 or index % self._num_workers == self._worker
-                yield len(samples), self._make_batch(samples) if is_own else None
+                yield len(samples), batch_or_error(self._make_batch, samples) if is_own else None
             if len(samples) < self._batch_size:
                 return
 
@@ -313,7 +304,7 @@ def round_robin_loader(
 ) -> DataLoader[Any]:
     """Every batch of a stream as (number of samples, data); data is None in other workers' turns, but for the first."""
     stream = RoundRobin(data, batch_size, worker, num_workers, make_batch)
-    return open_loader(stream, device, min(1, num_processes), batch_size=None, collate_fn=_unchanged)
+    return open_loader(stream, device, min(1, num_processes), _unchanged, batch_size=None)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -351,7 +351,7 @@ class PeerReporter(FailureReporter):
 
     def _end_process(self, exit_code: int) -> None:
         """End now: the main thread may wait in a collective that will never return."""
-        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing = threading.Thread(target=flush_streams, daemon=True)
         flushing.start()
         flushing.join(0.5)  # the main thread may hold the lock of a stream
         os._exit(exit_code)
@@ -408,7 +408,8 @@ def _address_in(text: str) -> tuple[str, int] | None:
     return None
 
 
-def _flush() -> None:
+def flush_streams() -> None:
+    """Write what was printed; a stream that cannot be written to is left alone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

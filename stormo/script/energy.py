@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,12 @@ class Energy:
 
     def __sub__(self, earlier: Energy) -> Energy:
         total = None if self.joules is None or earlier.joules is None else self.joules - earlier.joules
-        return Energy(
+        return replace(
+            self,
             joules=total,
             error_j=self.error_j + earlier.error_j,
             kinds_j={kind: joules - earlier.kinds_j.get(kind, 0.0) for kind, joules in self.kinds_j.items()},
             seconds=self.seconds - earlier.seconds,
-            num_nodes=self.num_nodes,
-            num_silent=self.num_silent,
-            reasons=self.reasons,
         )
 
     def __str__(self) -> str:

@@ -26,10 +26,12 @@ from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, Settin
 from stormo.launch import FailureReporter, RankInfo, alone, open_failure_reporter
 from stormo.launch.environments.detect import detect
 from stormo.launch.environments.slurm import gpus_on_node
+from stormo.launch.failure_reporter import flush_streams
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
 from stormo.launch.slices import take_slice
 from stormo.system.hardware import visible_gpus
 from stormo.system.signals import STOP_SIGNALS, StopFlag
+from stormo.telemetry.text import tell
 
 _STOPPED_BY_SCRIPT = 1  # below every signal's number
 _releases: list[Callable[[], None]] = []  # called before an error ends the process at once
@@ -122,24 +124,18 @@ def _report_errors(rank_info: RankInfo, reporter: FailureReporter) -> None:
             return
         if isinstance(error, KeyboardInterrupt):  # the terminal has signalled all of them, and the agent reports it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _flush()
+            flush_streams()
             os.kill(pid, signal.SIGINT)
         with contextlib.suppress(Exception):
             reporter.report_failure(error, secondary=is_secondary(error))
         if not reporter.shows_failures:
-            print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
+            tell(str(error))
             atexit._run_exitfuncs()  # nobody waits for this process, so it ends as any does
-        _flush()
+        flush_streams()
         # Nothing may wait for the others now, as leaving a process group might.
         os._exit(error.exit_code if isinstance(error, StormoError) else EXIT_FAILURE)
 
     sys.excepthook = hook
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
 
 
 def before_error_exit(release: Callable[[], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from stormo.errors import SettingError, pluralize
 from stormo.layers.sync_batch_norm import set_absent
 from stormo.script.collective_check import CollectiveCheck
 from stormo.script.replica_check import ReplicaCheck
+from stormo.telemetry.text import tell
 
 if TYPE_CHECKING:
     from stormo.script.stepping import Group
@@ -68,9 +68,7 @@ class Loop:
     num_loaders: int = 0
     warned: set[str] = field(default_factory=set)  # keys of warnings that were printed
     folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded or saved
-    loaders: WeakValueDictionary[int, LoaderBase] = field(
-        default_factory=WeakValueDictionary
-    )  # still in use, by number
+    loaders: WeakValueDictionary[int, LoaderBase] = field(default_factory=WeakValueDictionary)  # in use, by number
 
     def __post_init__(self) -> None:
         self._replicas = ReplicaCheck(self.world, self.groups)
@@ -96,7 +94,7 @@ class Loop:
         """Print a warning once, on rank 0."""
         if self.world.is_main and key not in self.warned:
             self.warned.add(key)
-            print(f"stormo: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+            tell(sentence)
 
     def check_replicas(self, what: str, where: str = "", *, compares: bool = True) -> None:
         """Post something that all workers must begin with the same learning rates and weights; raise where they do not.
@@ -106,7 +104,8 @@ class Loop:
         numbers = self.check.exchange(what, where, self._replicas.fingerprint() if compares else 0)
         if self._replicas.may_differ(numbers):
             found = self.check.exchange("learning rates and weights", number=self._replicas.first_difference())
-            self._replicas.report(found)
+            if (sentence := self._replicas.report(found)) is not None:
+                self.warn_once(sentence, sentence)
 
     @contextmanager
     def without_statistics(self, is_padding: bool) -> Iterator[None]:

@@ -7,7 +7,6 @@ between machines.
 
 from __future__ import annotations
 
-import sys
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -65,11 +64,11 @@ class ReplicaCheck:
         is_same |= torch.tensor([number.name in self._reported for number in self._numbers])
         return 0 if bool(is_same.all()) else int((~is_same).nonzero()[0]) + 1
 
-    def report(self, differences: Sequence[int]) -> None:
-        """Raise, on all workers, what one has found; a buffer that differs is reported once, as it may be a cache."""
+    def report(self, differences: Sequence[int]) -> str | None:
+        """Raise, on all workers, what one has found; of a buffer, which may be a cache, only a sentence, and once."""
         rank = next((rank for rank, found in enumerate(differences) if found), None)
         if rank is None:
-            return
+            return None
         number = self._numbers[differences[rank] - 1]
         if number.kind == "learning rate":
             values = self._world.broadcast_object(self._world.gather_objects(number.value))
@@ -86,14 +85,11 @@ class ReplicaCheck:
                 "weights and optimizer state, or do it before world.wrap()",
             )
         self._reported.add(number.name)
-        if self._world.is_main:
-            print(  # noqa: T201
-                f"stormo: buffer {number.name} differs between rank 0 and rank {rank}: each worker computes it from "
-                "its own samples, and rank 0's is saved. Compute it with world.sum(), or register it with "
-                "persistent=False if it is no part of the model.",
-                file=sys.stderr,
-                flush=True,
-            )
+        return (
+            f"buffer {number.name} differs between rank 0 and rank {rank}: each worker computes it from its own "
+            "samples, and rank 0's is saved. Compute it with world.sum(), or register it with persistent=False if it "
+            "is no part of the model."
+        )
 
 
 def _numbers_of(group: Group) -> Iterator[_Number]:

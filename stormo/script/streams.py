@@ -105,7 +105,7 @@ class _StreamBase(LoaderBase):
                 with generators:
                     source = iter(reader)
                     batch = next(source, _END)
-                if digest([batch]) == mark["digest"]:
+                if digest(batch) == mark["digest"]:
                     return generators, itertools.chain([batch], source), reader, mark["position"]
             self.loop.warn_once("bookmark", f"{NOT_THE_SAME}.")
         generators = _Generators(derive_seed(self._seed, "stream", self.epoch, *own))
@@ -141,7 +141,7 @@ class StreamLoader(_StreamBase):
         state = super().state() | {"reading": self._reading()}
         if self._place is not None and self._place[0].position < state["position"][0]:
             mark, random, batch = self._place
-            place = {"position": mark.position, "state": mark.state, "random": random, "digest": digest([batch])}
+            place = {"position": mark.position, "state": mark.state, "random": random, "digest": digest(batch)}
             state["bookmark"] = place
         return state
 

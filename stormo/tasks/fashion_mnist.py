@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from stormo.config.plan import Facts
 from stormo.config.schema import option
 from stormo.errors import SettingError
 from stormo.tasks.task import Task
+from stormo.telemetry.text import tell
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -71,7 +71,7 @@ class FashionMnist(Task):
         from stormo.data.fashion_mnist import find_or_fetch
 
         folder = self.options.data_folder
-        self._folder = find_or_fetch(Path(folder) if folder else None, tell=_tell)
+        self._folder = find_or_fetch(Path(folder) if folder else None, tell=tell)
         return self._folder
 
     def model(self) -> nn.Module:
@@ -102,8 +102,8 @@ class FashionMnist(Task):
         from stormo.data.fashion_mnist import read
         from stormo.data.tensors import TensorData
 
-        arrays = read(self._folder or self.fetch(), split)  # type: ignore[arg-type]
-        return TensorData(arrays.images[:num_samples], arrays.labels[:num_samples])
+        images, labels = read(self._folder or self.fetch(), split)  # type: ignore[arg-type]
+        return TensorData(images[:num_samples], labels[:num_samples])
 
     def augment(self, batch: Any, draws: Tensor) -> Any:
         """Mirror half of the images and shift each by up to two pixels."""
@@ -133,10 +133,6 @@ class FashionMnist(Task):
             "loss": cross_entropy(_at_least_fp32(logits), labels, reduction="sum"),
             "accuracy": (logits.argmax(dim=1) == labels).sum(),
         }
-
-
-def _tell(sentence: str) -> None:
-    print(f"stormo: {sentence}", file=sys.stderr)  # noqa: T201
 
 
 def training_flops(width: float) -> float:

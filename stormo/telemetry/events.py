@@ -38,7 +38,6 @@ from stormo.telemetry.record import (
     StepDone,
     ValidationProgress,
     ValueLogged,
-    flatten,
 )
 
 
@@ -89,7 +88,8 @@ class EventFile:
         if isinstance(record, RunStarted):
             # The summary of an earlier attempt would make a running run look finished. events.jsonl keeps it.
             self._folder.summary.unlink(missing_ok=True)
-        event = {"event": _event_name(type(record)), "time_unix_s": self._clock(), **flatten(record)}
+        fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
+        event = {"event": _event_name(type(record)), "time_unix_s": self._clock(), **fields}
         line = json.dumps(to_json(event), allow_nan=False).encode() + b"\n"
         with name_in_errors(self._folder.events):
             # A line handed to the kernel survives a kill of this process. No fsync per line: on a busy parallel file

@@ -173,27 +173,22 @@ def read_environment(folder: RunFolder) -> dict[str, Any] | None:
     return _read(folder.environment, ENVIRONMENT)
 
 
-def is_locked(folder: RunFolder) -> bool | None:
-    """Whether a process is training the run; None where another host would have to know."""
-    if (read_environment(folder) or {}).get("host") != socket.gethostname():
-        return None
-    try:
-        with open_to_read(folder.lock, 0) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no such file, or no locks on this file system
-        return None
-    return False
-
-
 def is_running(folder: RunFolder, silent_s: float) -> tuple[bool, bool]:
     """Whether a run without a summary is running, and whether that is certain.
 
     On this host its lock decides. A run of another host counts as dead after a long silence.
     """
-    held = is_locked(folder)
-    return (silent_s < _SILENT_AFTER_S, False) if held is None else (held, True)
+    guess = silent_s < _SILENT_AFTER_S, False
+    if (read_environment(folder) or {}).get("host") != socket.gethostname():
+        return guess
+    try:
+        with open_to_read(folder.lock, 0) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True, True
+    except OSError:  # no such file, or no locks on this file system
+        return guess
+    return False, True
 
 
 def _read(path: Path, fields: Fields) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 
+_NODE = ("host",)
 _GPU = ("host", "gpu", "uuid")
 
 
@@ -41,6 +42,16 @@ class Metric:
     kind: Literal["gauge", "counter"]
     help: str
     labels: tuple[str, ...] = ()
+    key: str | None = None  # of a node's sample, and what turns its unit into the metric's
+    factor: float = 1
+
+
+def _of_node(help: str, key: str, factor: float = 1) -> Metric:
+    return Metric("gauge", help, _NODE, key, factor)
+
+
+def _of_gpu(help: str, key: str, factor: float = 1) -> Metric:
+    return Metric("gauge", help, _GPU, key, factor)
 
 
 METRICS: dict[str, Metric] = {
@@ -75,55 +86,29 @@ METRICS: dict[str, Metric] = {
     "stormo_checkpoint_last_step": Metric("gauge", "Step of the newest checkpoint."),
     "stormo_notices_total": Metric("counter", "Notices to the user.", ("kind",)),
     "stormo_divergences_total": Metric("counter", "Times that training diverged.", ("kind",)),
-    "stormo_node_cpu_ratio": Metric("gauge", "Share of the processors' time in use.", ("host",)),
-    "stormo_node_cpus": Metric("gauge", "Logical processors.", ("host",)),
-    "stormo_node_load1": Metric("gauge", "Load average of a minute.", ("host",)),
-    "stormo_node_memory_used_bytes": Metric("gauge", "Memory in use, without caches.", ("host",)),
-    "stormo_node_memory_size_bytes": Metric("gauge", "Memory in total.", ("host",)),
-    "stormo_node_disk_read_bytes_per_second": Metric("gauge", "Read from local disks.", ("host",)),
-    "stormo_node_disk_write_bytes_per_second": Metric("gauge", "Written to local disks.", ("host",)),
-    "stormo_node_network_in_bytes_per_second": Metric("gauge", "Received, RDMA with it.", ("host",)),
-    "stormo_node_network_out_bytes_per_second": Metric("gauge", "Sent, RDMA with it.", ("host",)),
-    "stormo_node_cpu_temperature_celsius": Metric("gauge", "Temperature of the hottest processor.", ("host",)),
-    "stormo_node_cpu_frequency_hertz": Metric("gauge", "Mean clock of the cores.", ("host",)),
-    "stormo_node_cpu_power_watts": Metric("gauge", "Power of all processor packages.", ("host",)),
+    "stormo_node_cpu_ratio": _of_node("Share of the processors' time in use.", "cpu_fraction"),
+    "stormo_node_cpus": _of_node("Logical processors.", "num_cpus"),
+    "stormo_node_load1": _of_node("Load average of a minute.", "load_1"),
+    "stormo_node_memory_used_bytes": _of_node("Memory in use, without caches.", "memory_used_bytes"),
+    "stormo_node_memory_size_bytes": _of_node("Memory in total.", "memory_total_bytes"),
+    "stormo_node_disk_read_bytes_per_second": _of_node("Read from local disks.", "disk_read_bytes_per_s"),
+    "stormo_node_disk_write_bytes_per_second": _of_node("Written to local disks.", "disk_write_bytes_per_s"),
+    "stormo_node_network_in_bytes_per_second": _of_node("Received, RDMA with it.", "network_in_bytes_per_s"),
+    "stormo_node_network_out_bytes_per_second": _of_node("Sent, RDMA with it.", "network_out_bytes_per_s"),
+    "stormo_node_cpu_temperature_celsius": _of_node("Temperature of the hottest processor.", "cpu_temperature_c"),
+    "stormo_node_cpu_frequency_hertz": _of_node("Mean clock of the cores.", "cpu_clock_mhz", 1e6),
+    "stormo_node_cpu_power_watts": _of_node("Power of all processor packages.", "cpu_power_w"),
     "stormo_gpu_info": Metric("gauge", "Always 1.", (*_GPU, "name")),
-    "stormo_gpu_utilisation_ratio": Metric("gauge", "Share of the time in which a kernel ran.", _GPU),
-    "stormo_gpu_memory_used_bytes": Metric("gauge", "Device memory in use.", _GPU),
-    "stormo_gpu_memory_size_bytes": Metric("gauge", "Device memory in total.", _GPU),
-    "stormo_gpu_power_watts": Metric("gauge", "Power drawn.", _GPU),
-    "stormo_gpu_power_limit_watts": Metric("gauge", "Power it may draw.", _GPU),
-    "stormo_gpu_temperature_celsius": Metric("gauge", "Temperature of the chip.", _GPU),
-    "stormo_gpu_sm_clock_hertz": Metric("gauge", "Clock of its processors.", _GPU),
-    "stormo_gpu_memory_clock_hertz": Metric("gauge", "Clock of its memory.", _GPU),
+    "stormo_gpu_utilisation_ratio": _of_gpu("Share of the time in which a kernel ran.", "utilisation"),
+    "stormo_gpu_memory_used_bytes": _of_gpu("Device memory in use.", "memory_used_bytes"),
+    "stormo_gpu_memory_size_bytes": _of_gpu("Device memory in total.", "memory_total_bytes"),
+    "stormo_gpu_power_watts": _of_gpu("Power drawn.", "power_w"),
+    "stormo_gpu_power_limit_watts": _of_gpu("Power it may draw.", "power_limit_w"),
+    "stormo_gpu_temperature_celsius": _of_gpu("Temperature of the chip.", "temperature_c"),
+    "stormo_gpu_sm_clock_hertz": _of_gpu("Clock of its processors.", "sm_clock_mhz", 1e6),
+    "stormo_gpu_memory_clock_hertz": _of_gpu("Clock of its memory.", "memory_clock_mhz", 1e6),
     "stormo_gpu_throttled": Metric("gauge", "1 while slowed down for the reason, 0 afterwards.", (*_GPU, "reason")),
 }
-# A sample's key, and what turns its unit into the metric's.
-NODE_KEYS: dict[str, tuple[str, float]] = {
-    "stormo_node_cpu_ratio": ("cpu_fraction", 1),
-    "stormo_node_cpus": ("num_cpus", 1),
-    "stormo_node_load1": ("load_1", 1),
-    "stormo_node_memory_used_bytes": ("memory_used_bytes", 1),
-    "stormo_node_memory_size_bytes": ("memory_total_bytes", 1),
-    "stormo_node_disk_read_bytes_per_second": ("disk_read_bytes_per_s", 1),
-    "stormo_node_disk_write_bytes_per_second": ("disk_write_bytes_per_s", 1),
-    "stormo_node_network_in_bytes_per_second": ("network_in_bytes_per_s", 1),
-    "stormo_node_network_out_bytes_per_second": ("network_out_bytes_per_s", 1),
-    "stormo_node_cpu_temperature_celsius": ("cpu_temperature_c", 1),
-    "stormo_node_cpu_frequency_hertz": ("cpu_clock_mhz", 1e6),
-    "stormo_node_cpu_power_watts": ("cpu_power_w", 1),
-}
-GPU_KEYS: dict[str, tuple[str, float]] = {
-    "stormo_gpu_utilisation_ratio": ("utilisation", 1),
-    "stormo_gpu_memory_used_bytes": ("memory_used_bytes", 1),
-    "stormo_gpu_memory_size_bytes": ("memory_total_bytes", 1),
-    "stormo_gpu_power_watts": ("power_w", 1),
-    "stormo_gpu_power_limit_watts": ("power_limit_w", 1),
-    "stormo_gpu_temperature_celsius": ("temperature_c", 1),
-    "stormo_gpu_sm_clock_hertz": ("sm_clock_mhz", 1e6),
-    "stormo_gpu_memory_clock_hertz": ("memory_clock_mhz", 1e6),
-}
-
 _HIGHEST_PORT = 65535
 _NOTICES = ("info", "warning", "stop")
 _DIVERGENCES = ("loss", "weights", "validation", "exploded", "lost")
@@ -256,18 +241,22 @@ class PrometheusSink:
 
     def _take_sample(self, sample: Mapping[str, Any]) -> None:
         host = str(sample["host"])
-        for name, (key, factor) in NODE_KEYS.items():
-            self._set(name, _scaled(sample[key], factor), host)
+        self._set_all(_NODE, sample, host)
         for gpu in sample["gpus"]:
             labels = (host, str(gpu["index"]), str(gpu["uuid"]))
             self._set("stormo_gpu_info", 1, *labels, str(gpu["name"]))
-            for name, (key, factor) in GPU_KEYS.items():
-                self._set(name, _scaled(gpu[key], factor), *labels)
+            self._set_all(_GPU, gpu, *labels)
             reasons = self._values["stormo_gpu_throttled"]
             for known in [series for series in reasons if series[1:4] == labels]:
                 reasons[known] = 0
             for reason in gpu["throttled"] or ():
                 self._set("stormo_gpu_throttled", 1, *labels, str(reason))
+
+    def _set_all(self, kind: tuple[str, ...], figures: Mapping[str, Any], *labels: str) -> None:
+        for name, metric in METRICS.items():
+            if metric.key is not None and metric.labels == kind:
+                value = figures[metric.key]
+                self._set(name, None if value is None else value * metric.factor, *labels)
 
     def _set(self, name: str, value: float | None, *labels: str) -> None:
         if value is None:  # the last value would pass for a new one
@@ -297,7 +286,3 @@ def check(port: int, host: str) -> None:
         raise SettingError(
             "--prometheus-host was set to nothing", "an address is needed", "leave it out for 127.0.0.1, or name one"
         )
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

@@ -166,8 +166,3 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and free every resource; called once."""
-
-
-def flatten(record: Record) -> dict[str, Any]:
-    """A record as plain JSON-ready values."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}

@@ -269,15 +269,16 @@ def flat_config(path: Path) -> dict[str, str]:
         return {}
     except ValueError as error:
         raise BadFileError(path, f"it is not valid TOML ({error}); it was changed after it was written") from None
-    return dict(_flat(content, ""))
+    return {name: str(masked(name, value)) for name, value in flat(content, ".")}
 
 
-def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in table.items():
+def flat(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a mapping and of those inside it, each with its whole name."""
+    for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, separator, f"{prefix}{key}{separator}")
         else:
-            yield f"{prefix}{key}", str(masked(key, value))
+            yield f"{prefix}{key}", value
 
 
 def last_event(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:

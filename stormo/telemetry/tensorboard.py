@@ -148,40 +148,34 @@ def _image(tag: str, png: bytes) -> bytes:
 
 
 def scalars_of(record: StepDone | EpochDone | ValueLogged) -> dict[str, float]:
-    """The figures of a record by the names that every tool shows."""
-    if isinstance(record, ValueLogged):
-        return {} if record.value is None else {record.name: record.value}
-    return _step_scalars(record) if isinstance(record, StepDone) else _epoch_scalars(record)
-
-
-def _step_scalars(record: StepDone) -> dict[str, float]:
-    return {
-        "train/loss": record.loss,
-        "train/learning_rate": record.learning_rate,
-        f"train/{record.unit}_per_second": record.units_per_s,
-        "train/input_wait_fraction": record.input_wait_fraction,
-        **({} if record.mfu is None else {"train/mfu": record.mfu}),
-        **({} if record.noise_scale is None else {"train/noise_scale": record.noise_scale}),
-        **({} if record.power_w is None else {"train/power_w": record.power_w}),
-    }
-
-
-def _epoch_scalars(record: EpochDone) -> dict[str, float]:
-    scalars = {f"validation/{name}": value for name, value in record.validation.items()}
-    scalars |= {
-        "epoch/number": record.epoch,
-        "epoch/train_loss": record.train_loss,
-        f"epoch/{record.unit}_per_second": record.units_per_s,
-        "epoch/input_wait_fraction": record.input_wait_fraction,
-        "epoch/training_time_s": record.epoch_time_s,
-        "epoch/validation_time_s": record.validation_time_s,
-    }
-    if record.mfu is not None:
-        scalars["epoch/mfu"] = record.mfu
-    if record.peak_memory_bytes is not None:
-        scalars["epoch/peak_memory_bytes"] = record.peak_memory_bytes
-    if record.peak_reserved_memory_bytes is not None:
-        scalars["epoch/peak_reserved_memory_bytes"] = record.peak_reserved_memory_bytes
-    if record.energy_j is not None and record.power_w is not None:
-        scalars |= {"epoch/energy_j": record.energy_j, "epoch/power_w": record.power_w}
-    return scalars
+    """The figures of a record that were measured, by the names that every tool shows."""
+    scalars: dict[str, float | None]
+    match record:
+        case ValueLogged():
+            scalars = {record.name: record.value}
+        case StepDone():
+            scalars = {
+                "train/loss": record.loss,
+                "train/learning_rate": record.learning_rate,
+                f"train/{record.unit}_per_second": record.units_per_s,
+                "train/input_wait_fraction": record.input_wait_fraction,
+                "train/mfu": record.mfu,
+                "train/noise_scale": record.noise_scale,
+                "train/power_w": record.power_w,
+            }
+        case EpochDone():
+            scalars = {
+                **{f"validation/{name}": value for name, value in record.validation.items()},
+                "epoch/number": record.epoch,
+                "epoch/train_loss": record.train_loss,
+                f"epoch/{record.unit}_per_second": record.units_per_s,
+                "epoch/input_wait_fraction": record.input_wait_fraction,
+                "epoch/training_time_s": record.epoch_time_s,
+                "epoch/validation_time_s": record.validation_time_s,
+                "epoch/mfu": record.mfu,
+                "epoch/peak_memory_bytes": record.peak_memory_bytes,
+                "epoch/peak_reserved_memory_bytes": record.peak_reserved_memory_bytes,
+                "epoch/energy_j": record.energy_j,
+                "epoch/power_w": record.power_w,
+            }
+    return {tag: value for tag, value in scalars.items() if value is not None}

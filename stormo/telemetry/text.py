@@ -95,6 +95,11 @@ def write_text(text: str, stream: TextIO, *, is_coloured: bool = False) -> bool:
     return True
 
 
+def tell(sentence: str) -> None:
+    """Print a message of stormo beside the user's output."""
+    print(f"stormo: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def unit_rate(unit: str) -> str:
     """`images/s`, `tokens/s`."""
     return f"{unit}/s"

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -24,8 +24,8 @@ from stormo.config.schema import Run
 from stormo.errors import MissingPackageError, SettingError, unknown_name
 from stormo.system.files import read_object
 from stormo.telemetry.folder import RunFolder, to_json, write_json
-from stormo.telemetry.record import EpochDone, Notice, Record, RunEnded, RunStarted, StepDone, ValueLogged
-from stormo.telemetry.runs_folder import flat_config
+from stormo.telemetry.record import EpochDone, Notice, Record, RunEnded, RunStarted, Sink, StepDone, ValueLogged
+from stormo.telemetry.runs_folder import flat, flat_config
 from stormo.telemetry.tensorboard import scalars_of
 
 GROUP = "stormo.sinks"
@@ -102,7 +102,7 @@ class MlflowTracker:
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Numbers of the summary become metrics, texts tags."""
-        figures = dict(_flat(summary))
+        figures = _figures(summary)
         self.log(
             int(figures.get("steps") or 0),
             {f"summary/{name}": value for name, value in figures.items() if isinstance(value, int | float)},
@@ -152,7 +152,7 @@ class WandbTracker:
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """The figures of the summary become W&B's."""
-        self._run.summary.update({f"summary/{name}": value for name, value in _flat(summary)})
+        self._run.summary.update({f"summary/{name}": value for name, value in _figures(summary).items()})
         self._run.finish(exit_code=int(summary.get("stopped_by", "error") in ("error", "divergence")))
 
 
@@ -166,17 +166,16 @@ def _has_wandb_login(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | float]]:
+def _figures(summary: Mapping[str, Any]) -> dict[str, str | float]:
     """Numbers and texts, also those of inner mappings; what was not measured is left out."""
-    for name, value in to_json(values).items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}/")
-        elif isinstance(value, str | int | float):
-            yield f"{prefix}{name}", value
+    return {name: value for name, value in flat(to_json(summary), "/") if isinstance(value, str | int | float)}
 
 
-_BUILT_IN: dict[str, Callable[[], Tracker]] = {"mlflow": MlflowTracker, "wandb": WandbTracker}
 _TITLES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
+_OWN = (
+    EntryPoint("mlflow", f"{__name__}:MlflowTracker", GROUP),
+    EntryPoint("wandb", f"{__name__}:WandbTracker", GROUP),
+)
 
 
 def asked_trackers(run: Run) -> list[str]:
@@ -185,13 +184,14 @@ def asked_trackers(run: Run) -> list[str]:
     return [*(["mlflow"] if run.mlflow else []), *(["wandb"] if run.wandb else []), *given]
 
 
-def check(names: Sequence[str]) -> None:
-    """Refuse tools that are not installed."""
+def check(names: Sequence[str]) -> dict[str, EntryPoint]:
+    """The tools of these names; refuses those that are not installed."""
+    known = {entry.name: entry for entry in (*entry_points(group=GROUP), *_OWN)}
     for name in names:
-        if name in _BUILT_IN and not _is_installed(name):
+        if name not in known:
+            raise unknown_name("sink", name, known)
+        if name in _TITLES and not _is_installed(name):
             raise MissingPackageError(name, _TITLES[name], name)
-        if name not in _BUILT_IN and name not in entry_points(group=GROUP).names:
-            raise unknown_name("sink", name, [*_BUILT_IN, *entry_points(group=GROUP).names])
     has_store = _is_installed("sqlalchemy") or os.environ.get("MLFLOW_TRACKING_URI")
     if "mlflow" in names and not has_store:
         raise SettingError(
@@ -199,6 +199,7 @@ def check(names: Sequence[str]) -> None:
             "mlflow-skinny has no store of its own",
             "set MLFLOW_TRACKING_URI, or pip install 'stormo[mlflow]'",
         )
+    return {name: known[name] for name in names}
 
 
 def _is_installed(name: str) -> bool:
@@ -207,17 +208,9 @@ def _is_installed(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def make_trackers(names: Sequence[str]) -> list[TrackerSink]:
-    """A sink for each tool; one that cannot be imported is refused."""
-    check(names)
-    return [TrackerSink(name, _load(name)) for name in dict.fromkeys(names)]
-
-
-def _load(name: str) -> Tracker:
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]()
-    (entry, *_) = entry_points(group=GROUP, name=name)
-    asked = f"sink {name} was asked for"
+def _load(entry: EntryPoint) -> Tracker:
+    """A tool, ready to start; one that cannot be imported is refused."""
+    asked = f"sink {entry.name} was asked for"
     try:
         tracker: Tracker = entry.load()()
     except Exception as error:
@@ -225,6 +218,44 @@ def _load(name: str) -> Tracker:
     if missing := [method for method in ("start", "log", "end") if not callable(getattr(tracker, method, None))]:
         raise SettingError(asked, f"{entry.value} has no method {missing[0]}", "add it, or leave it out")
     return tracker
+
+
+class RunSinks:
+    """All sinks of a run, its trackers among them; `tell` gets what these have to say, or else the other sinks do."""
+
+    def __init__(self, trackers: Sequence[str], tell: Callable[[Notice], None] | None = None) -> None:
+        self.trackers = [TrackerSink(name, _load(entry)) for name, entry in check(trackers).items()]
+        self._sinks: list[Sink] = []
+        self._tell = tell or self._write
+
+    def add(self, *sinks: Sink) -> None:
+        """From now on these get every record, before those that were there."""
+        self._sinks = [*sinks, *self._sinks]
+
+    def write(self, record: Record) -> None:
+        """Hand a record to all."""
+        self._pass_notices()
+        self._write(record)
+        for tracker in self.trackers:
+            tracker.write(record)
+
+    def close(self) -> None:
+        """Close all; may be called again, and what is written afterwards goes nowhere."""
+        for tracker in self.trackers:
+            tracker.close()
+        self._pass_notices()
+        sinks, self._sinks, self.trackers = self._sinks, [], []
+        for sink in sinks:
+            sink.close()
+
+    def _write(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _pass_notices(self) -> None:
+        for tracker in self.trackers:
+            for notice in tracker.take_notices():
+                self._tell(notice)
 
 
 class TrackerSink:

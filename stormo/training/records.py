@@ -33,7 +33,7 @@ from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, R
 from stormo.telemetry.runs_folder import forget_launch, note_launch
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
-from stormo.telemetry.trackers import TrackerSink, asked_trackers, make_trackers
+from stormo.telemetry.trackers import RunSinks, asked_trackers
 from stormo.training.clock import AnyNodeRecorder
 from stormo.training.run_folder import lock_folder, open_folder, remove_unbegun, torch_environment
 from stormo.training.state import Progress, RunState
@@ -60,7 +60,6 @@ class RunRecorder:
         self._setup_times = setup_times
         self._began_unix_s = setup_times.began_unix_s
         self._wall_before_s = 0.0
-        self._sinks: list[Sink] = []
         self._launches: Collection[str] = ()  # ids of the torchruns that started these ranks
         self._weights_sha256: str | None = None
         self._resumed_from: Path | None = None  # a checkpoint, on rank 0
@@ -68,13 +67,13 @@ class RunRecorder:
         self._saver = checkpoint.Saver(world, in_background=config.run.async_checkpoint)
         self._saving: CheckpointSaved | None = None  # the record of the save under way, on rank 0
         self._prometheus: PrometheusSink | None = None
-        self._trackers: list[TrackerSink] = []
+        run = config.run
+        self._sinks = RunSinks(asked_trackers(run) if world.is_main else ())
         if world.is_main:
-            run = config.run
-            self._trackers = make_trackers(asked_trackers(run))
             if run.prometheus is not None:  # first: a port that is taken must not leave a folder behind
                 strategy = plan.layout.strategy
                 self._prometheus = PrometheusSink(run.prometheus, run.prometheus_host, strategy=strategy)
+                self._sinks.add(self._prometheus)
             self.folder = open_folder(config)
             self._lock = lock_folder(self.folder)
 
@@ -116,7 +115,7 @@ class RunRecorder:
         """Say that there is nothing to train, and leave the run folder unchanged."""
         if not self._world.is_main:
             return
-        self._sinks = self._console()
+        self._sinks.add(*self._console())
         self.record(_past_end(self.folder.name, self._state.progress, self._plan))
         self.close()
 
@@ -124,14 +123,7 @@ class RunRecorder:
         """Close the sinks and unlock the run folder."""
         if not self._world.is_main:
             return
-        for tracker in self._trackers:  # first: what they warn of goes to the others
-            tracker.close()
-        self._pass_notices()
-        sinks, self._sinks, self._trackers = self._sinks, [], []
-        for sink in sinks:
-            sink.close()
-        if self._prometheus is not None:
-            self._prometheus.close()
+        self._sinks.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -185,12 +177,8 @@ class RunRecorder:
         known = sorted({*before, *launches})
         environment = collect_environment(torch_environment(self._world) | ({"launches": known} if known else {}))
         write_json(self.folder.environment, environment)
-        console = self._console()
-        self._sinks = [*console, EventFile(self.folder)]
-        if config.run.tensorboard:
-            self._sinks.append(TensorBoardFile(self.folder.tensorboard))
-        if self._prometheus is not None:
-            self._sinks.append(self._prometheus)
+        tensorboard = [TensorBoardFile(self.folder.tensorboard)] if config.run.tensorboard else []
+        self._sinks.add(EventFile(self.folder), *tensorboard)
         started = RunStarted(
             run_name=self.folder.name,
             run_folder=str(self.folder.path),
@@ -205,8 +193,11 @@ class RunRecorder:
         )
         minor = () if config.command.verbose else plan.minor_lines(config)
         shown = replace(started, explanation=tuple(line for line in plan.lines() if line not in minor))
-        for sink in (*self._sinks, *self._trackers):  # the files have the whole plan
-            sink.write(shown if sink in console else started)
+        console = self._console()
+        for sink in console:
+            sink.write(shown)
+        self._sinks.write(started)  # the files have the whole plan
+        self._sinks.add(*console)
         if self._prometheus is not None:
             self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._prometheus.address}"))
         for notice in _start_notices(config, plan, progress, self.folder.name, summary):
@@ -232,19 +223,7 @@ class RunRecorder:
     def record(self, record: Record) -> None:
         """Write a record to every sink; only rank 0 has any."""
         self._record_saved()
-        self._write(record)
-
-    def _write(self, record: Record) -> None:
-        for sink in (*self._sinks, *self._trackers):
-            sink.write(record)
-        self._pass_notices()
-
-    def _pass_notices(self) -> None:
-        """Pass on what the trackers have to say, which work in threads of their own."""
-        for tracker in self._trackers:
-            for notice in tracker.take_notices():
-                for sink in self._sinks:
-                    sink.write(notice)
+        self._sinks.write(record)
 
     def save(self, metric: float | None) -> None:
         """Publish a checkpoint, or start to do so in the background. All ranks call it."""
@@ -297,11 +276,11 @@ class RunRecorder:
         saving, self._saving = self._saving, None
         self._weights_sha256 = done.saved.weights_sha256
         path = str(done.saved.path.relative_to(self.folder.path))
-        self._write(
+        self._sinks.write(
             replace(saving, path=path, weights_sha256=done.saved.weights_sha256, write_time_s=done.write_time_s)
         )
         for notice in done.saved.notices:
-            self._write(Notice(kind="warning", text=notice))
+            self._sinks.write(Notice(kind="warning", text=notice))
 
     def _steps_to_keep(self) -> list[int]:
         """Steps of the checkpoints that a divergence may need, however many newer ones there are."""

@@ -526,16 +526,16 @@ def test_the_error_lists_all_that_was_tried_and_what_to_do(tmp_path: Path, mirro
 @pytest.mark.parametrize("packed", [True, False])
 def test_reading_gives_contiguous_tensors_of_the_right_values(tmp_path: Path, packed: bool) -> None:
     folder = fill(tmp_path / "given", packed=packed)
-    arrays = read(folder, "validation", release=SMALL)
-    assert arrays.images.dtype == torch.uint8
-    assert arrays.images.shape == (20, 28, 28)
-    assert arrays.labels.dtype == torch.int64
-    assert arrays.images.is_contiguous()
-    assert arrays.labels.is_contiguous()
-    assert bytes(arrays.images.flatten().tolist()) == CONTENT["t10k-images"][16:]
-    assert bytes(arrays.labels.tolist()) == CONTENT["t10k-labels"][8:]
-    arrays.images[0] = 0  # the memory is the tensor's own
-    assert read(folder, "validation", release=SMALL).images[0].any()
+    images, labels = read(folder, "validation", release=SMALL)
+    assert images.dtype == torch.uint8
+    assert images.shape == (20, 28, 28)
+    assert labels.dtype == torch.int64
+    assert images.is_contiguous()
+    assert labels.is_contiguous()
+    assert bytes(images.flatten().tolist()) == CONTENT["t10k-images"][16:]
+    assert bytes(labels.tolist()) == CONTENT["t10k-labels"][8:]
+    images[0] = 0  # the memory is the tensor's own
+    assert read(folder, "validation", release=SMALL)[0][0].any()
 
 
 @pytest.mark.parametrize(
@@ -559,13 +559,14 @@ def test_reading_a_damaged_file_names_it(
 
 
 def assert_is_fashion_mnist(folder: Path) -> None:
-    train, validation = read(folder, "train"), read(folder, "validation")
-    assert train.images.shape == (60_000, 28, 28)
-    assert validation.images.shape == (10_000, 28, 28)
-    assert train.labels.bincount().tolist() == [6_000] * 10
-    assert validation.labels.bincount().tolist() == [1_000] * 10
-    assert train.labels[:5].tolist() == [9, 0, 0, 3, 0]
-    assert train.images.double().mean().item() / 255 == pytest.approx(0.2860, abs=5e-5)
+    images, labels = read(folder, "train")
+    validation_images, validation_labels = read(folder, "validation")
+    assert images.shape == (60_000, 28, 28)
+    assert validation_images.shape == (10_000, 28, 28)
+    assert labels.bincount().tolist() == [6_000] * 10
+    assert validation_labels.bincount().tolist() == [1_000] * 10
+    assert labels[:5].tolist() == [9, 0, 0, 3, 0]
+    assert images.double().mean().item() / 255 == pytest.approx(0.2860, abs=5e-5)
 
 
 def fetch_really(home: Path, real: Sources, excuses: tuple[str, ...]) -> Path:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from stormo.data import loaders
-from stormo.data.batches import move, tensors_in
+from stormo.data.batches import collate, move, tensors_in
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import epoch_draws, epoch_order
 from stormo.data.processes import DevicePrefetcher
@@ -306,7 +306,7 @@ def test_only_what_is_on_the_gpu_is_kept_for_the_stream_that_uses_it(monkeypatch
     waited: list[Any] = []
     current = SimpleNamespace(wait_event=waited.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    prefetcher: DevicePrefetcher[int] = DevicePrefetcher(DataLoader(range(1)), torch.device("cpu"))  # type: ignore[arg-type]
+    prefetcher = DevicePrefetcher(TensorDataset(torch.ones(1)), torch.device("cpu"), 0, collate)
     batch = packed._replace(data=moved)
     assert not batch.batch_sizes.is_cuda
     assert prefetcher._usable(batch, "copied") is batch

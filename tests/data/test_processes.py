@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from stormo.data.batches import collate
 from stormo.data.loaders import Share, StreamedLoader
 from stormo.data.processes import PickleByValue, open_loader
 from stormo.data.reading import key_loader
@@ -93,5 +94,5 @@ def test_the_fork_server_ignores_signals_before_it_imports_torch(monkeypatch: py
     preloaded: list[str] = []
     context = type(multiprocessing.get_context("forkserver"))
     monkeypatch.setattr(context, "set_forkserver_preload", lambda _, names: preloaded.extend(names))
-    open_loader(TensorDataset(torch.ones(2)), torch.device("cpu"), 1)
+    open_loader(TensorDataset(torch.ones(2)), torch.device("cpu"), 1, collate)
     assert preloaded[:2] == ["stormo.data.loading_process_signals", "torch"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 from pathlib import Path
 
 import numpy
@@ -18,6 +21,7 @@ from stormo.script.world import World
 from stormo.telemetry.folder import RunFolder
 from tests.script.loops import Ranks, data, make
 from tests.telemetry.test_tensorboard import read_back
+from tests.telemetry.test_trackers import install
 
 
 def _train(workers: Workers, folder: str) -> int:
@@ -54,6 +58,25 @@ def test_two_starts_are_one_run(run_ranks: Ranks, tmp_path: Path, capsys: pytest
     assert main(["runs", "--runs-folder", str(tmp_path)]) == 0
     assert main(["show", "run", "--runs-folder", str(tmp_path)]) == 0
     assert "done" in capsys.readouterr().out
+
+
+def _log_to_a_tool(workers: Workers, folder: str) -> str:
+    install(Path(folder))
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.syspath_prepend(folder)
+        world = World._of(workers, FailureReporter(), run_folder=f"{folder}/run", sinks=["broken"])
+        world.log("a", 1.0)
+        world._log.close()
+    sys.modules.pop("tiny_sink", None)
+    return said.getvalue()
+
+
+def test_a_tool_that_fails_costs_one_line_and_the_run_is_whole(run_ranks: Ranks, tmp_path: Path) -> None:
+    (said,) = run_ranks(_log_to_a_tool, 1, str(tmp_path))
+    reason = "ConnectionError: the server is gone"
+    assert said == f"stormo: broken failed and gets no more of this run, which continues ({reason}).\n"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "script"
 
 
 def test_a_value_needs_a_folder(run_ranks: Ranks) -> None:

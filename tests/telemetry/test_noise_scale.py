@@ -10,7 +10,7 @@ import pytest
 
 from stormo.cli import main
 from stormo.telemetry.record import StepDone
-from stormo.telemetry.tensorboard import _step_scalars
+from stormo.telemetry.tensorboard import scalars_of
 
 TASK = str(Path(__file__).parents[1] / "tiny_task.py") + ":Tiny"
 
@@ -81,4 +81,4 @@ def test_tensorboard_has_it_where_it_is_known(noise_scale: float | None) -> None
         train_time_s=1.0,
         noise_scale=noise_scale,
     )
-    assert _step_scalars(record).get("train/noise_scale") == noise_scale
+    assert scalars_of(record).get("train/noise_scale") == noise_scale

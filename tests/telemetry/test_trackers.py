@@ -53,7 +53,8 @@ class Poor:
 _NAMES = {"tiny": "Sink", "broken": "Broken", "poor": "Poor", "gone": "Gone"}
 
 
-def _install(folder: Path) -> None:
+def install(folder: Path) -> None:
+    """A tiny distribution with sinks, as pip leaves it."""
     info = folder / "tiny_sink-1.0.dist-info"
     info.mkdir()
     (folder / "tiny_sink.py").write_text(_SINK)
@@ -65,7 +66,7 @@ def _install(folder: Path) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _distribution(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("site-packages")
-    _install(folder)
+    install(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield
@@ -182,7 +183,7 @@ def test_one_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path
 )
 def test_what_cannot_be_used_is_refused(name: str, words: str) -> None:
     with pytest.raises(SettingError, match=words):
-        trackers.make_trackers([name])
+        trackers.RunSinks([name])
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])

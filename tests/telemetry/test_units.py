@@ -13,7 +13,7 @@ from stormo.telemetry.console import TerminalConsole, epoch_line
 from stormo.telemetry.events import EventFile, speed_of
 from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import EpochDone, RunEnded, RunStarted, StepDone
-from stormo.telemetry.tensorboard import _epoch_scalars, _step_scalars
+from stormo.telemetry.tensorboard import scalars_of
 
 
 def _step(unit: str, mfu: float | None) -> StepDone:
@@ -80,11 +80,11 @@ def test_the_plain_line_names_the_unit(unit: str, mfu: float | None, expected: s
 
 
 def test_tensorboard_has_a_tag_for_each_unit_and_mfu_where_it_is_known() -> None:
-    assert _step_scalars(_step("tokens", 0.5))["train/tokens_per_second"] == 2048.0
-    assert _step_scalars(_step("tokens", 0.5))["train/mfu"] == 0.5
-    assert _epoch_scalars(_epoch("tokens", 0.5))["epoch/tokens_per_second"] == 2048.0
-    assert _epoch_scalars(_epoch("tokens", 0.5))["epoch/mfu"] == 0.5
-    plain = _step_scalars(_step("samples", None)) | _epoch_scalars(_epoch("samples", None))
+    assert scalars_of(_step("tokens", 0.5))["train/tokens_per_second"] == 2048.0
+    assert scalars_of(_step("tokens", 0.5))["train/mfu"] == 0.5
+    assert scalars_of(_epoch("tokens", 0.5))["epoch/tokens_per_second"] == 2048.0
+    assert scalars_of(_epoch("tokens", 0.5))["epoch/mfu"] == 0.5
+    plain = scalars_of(_step("samples", None)) | scalars_of(_epoch("samples", None))
     assert "train/samples_per_second" in plain
     assert not [tag for tag in plain if tag.endswith("mfu")]
 

@@ -5,6 +5,7 @@ Large files are cut, so that one file is copied by all threads too. A file has i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
@@ -14,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, StormoError
 
 PIECE_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _NUM_THREADS = 8  # a parallel file system answers several readers faster than one, whatever the number of cores
-_Job = TypeVar("_Job")
 Check = Callable[[], None]  # raises where there is nothing more to be done
 
 
@@ -44,19 +44,15 @@ class StoppedError(StormoError):
         self.exit_code = EXIT_INTERRUPTED if signal_number == signal.SIGINT else EXIT_RESUMABLE
 
 
-def copy_files(tree: Tree, files: Iterable[File], target: Path, partial: Path, check: Check) -> dict[str, File]:
-    """Copy files of a data set to where its root is `target`, over what is there; what is not whole lies in `partial`.
+def copy_files(tree: Tree, target: Path, partial: Path, check: Check) -> list[File]:
+    """Copy a data set to where its root is `target`, over what is there; what is not whole lies in `partial`.
 
     `check` is called all the time, and ends it by raising.
     """
-    under_way = [_File(tree, file, target, partial / str(number)) for number, file in enumerate(files)]
-
-    def copy(job: tuple[_File, int], check: Check) -> None:
-        file, piece = job
-        file.copy(piece, check)
-
-    _in_parallel(copy, ((file, piece) for file in under_way for piece in range(file.num_pieces)), check)
-    return {file.copied.name: file.copied for file in under_way}
+    under_way = [_File(tree, file, target, partial / str(number)) for number, file in enumerate(tree.files)]
+    pieces = (functools.partial(file.copy, piece) for file in under_way for piece in range(file.num_pieces))
+    _in_parallel(pieces, check)
+    return [file.copied for file in under_way]
 
 
 class _File:
@@ -142,7 +138,7 @@ def _write(out: int, block: memoryview[Any], offset: int) -> None:
         block, offset = block[written:], offset + written
 
 
-def _in_parallel(work: Callable[[_Job, Check], None], jobs: Iterator[_Job], check: Check) -> None:
+def _in_parallel(jobs: Iterator[Callable[[Check], None]], check: Check) -> None:
     """Do every job on some thread; the first error ends all, and is raised when no thread is left."""
     turn, failed = threading.Lock(), threading.Event()
 
@@ -159,7 +155,7 @@ def _in_parallel(work: Callable[[_Job, Check], None], jobs: Iterator[_Job], chec
                 return
             try:
                 check_all()
-                work(job, check_all)
+                job(check_all)
             except _OtherFailedError:
                 return
             except BaseException:

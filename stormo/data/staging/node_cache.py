@@ -126,8 +126,8 @@ def remove_unused(folder: Path, *, of_source: Path | None = None, but: Path | No
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry != but and is_own_folder(entry):
                 with entry_lock(entry, waits=False) as is_mine:
-                    is_kept = is_mine and (entry / KEEP).exists()
-                    if is_mine and not (is_kept and _source_in(entry) != str(of_source)):
+                    is_outdated = is_mine and (_read_manifest(entry) or {}).get("source") == str(of_source)
+                    if is_mine and (is_outdated or not (entry / KEEP).exists()):
                         remove_if_unused(entry)
         root.rmdir()  # where nothing is left
 
@@ -144,19 +144,15 @@ def _complete(tree: Tree, entry: Path, tell: Callable[[str], None], check: Check
     elif manifest["boot"] == _boot() and is_whole(content, manifest["files"], check) and _has_names(tree, content):
         return 0
     remove_unused(entry.parent.parent, of_source=tree.root, but=entry)
-    _check_room(tree, tree.num_bytes, entry)
+    _check_room(tree, entry)
     if tree.num_bytes >= _TELL_BYTES:
         tell(f"copying {format_bytes(tree.num_bytes)} of {tree.root} to {content}")
     partial.mkdir()
     content.parent.mkdir(exist_ok=True)
     _make_names(tree, content)
-    copied = copy_files(tree, tree.files, content, partial, check)
+    files = [dataclasses.asdict(file) for file in copy_files(tree, content, partial, check)]
     partial.rmdir()
-    written = {
-        "source": str(tree.root),
-        "boot": _boot(),
-        "files": [dataclasses.asdict(file) for file in copied.values()],
-    }
+    written = {"source": str(tree.root), "boot": _boot(), "files": files}
     (entry / f"{MANIFEST}.new").write_text(json.dumps(written), encoding="utf-8")
     (entry / f"{MANIFEST}.new").replace(entry / MANIFEST)
     return tree.num_bytes
@@ -192,11 +188,6 @@ def _read_manifest(entry: Path) -> dict[str, Any] | None:
     return {"source": str(manifest.get("source")), "boot": manifest.get("boot"), "files": files}
 
 
-def _source_in(entry: Path) -> str | None:
-    manifest = _read_manifest(entry)
-    return None if manifest is None else manifest["source"]
-
-
 def _boot() -> str:
     """Changes when the machine is started again, after which what it had not yet written to disk is gone."""
     try:
@@ -213,13 +204,13 @@ def _check_outside(source: Path, folder: Path) -> None:
         )
 
 
-def _check_room(tree: Tree, num_bytes: int, entry: Path) -> None:
+def _check_room(tree: Tree, entry: Path) -> None:
     status = os.statvfs(entry)
-    free = status.f_bavail * status.f_frsize
-    if num_bytes > free:
+    free, needed = status.f_bavail * status.f_frsize, tree.num_bytes
+    if needed > free:
         raise SettingError(
             f"{tree.root} is to be copied to {entry.parent.parent}",
-            f"it needs {format_bytes(num_bytes)} and there {'is' if free == 1 else 'are'} {format_bytes(free)} free",
+            f"it needs {format_bytes(needed)} and there {'is' if free == 1 else 'are'} {format_bytes(free)} free",
             "name a larger folder with --stage FOLDER, or leave staging out",
         )
 

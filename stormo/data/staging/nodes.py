@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stormo.data.staging.copying import StoppedError
 from stormo.data.staging.node_cache import Lease, lease_copy, stage
 from stormo.errors import SettingError, pluralize
-from stormo.telemetry.text import format_bytes
+from stormo.telemetry.text import format_bytes, tell
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
@@ -49,18 +48,16 @@ def stage_on_nodes(
 
     Where one of these was stopped by a signal, all workers raise `StoppedError`.
     """
-    own: list[Lease] = []
-    paths: list[Path] = []
+    own: list[tuple[Path, Lease]] = []
 
     def copy() -> dict[str, Any]:
         assert source is not None
         try:
-            done = stage(Path(source), folder, keep=keep, tell=_tell if world.is_main else lambda _: None, stop=stop)
+            done = stage(Path(source), folder, keep=keep, tell=tell if world.is_main else lambda _: None, stop=stop)
         except StoppedError as error:
             return {"stopped": error.signal_number}
-        own.append(done.lease)
+        own.append((done.path, done.lease))
         figures = {name: getattr(done, name) for name in ("num_bytes", "copied_bytes", "seconds")}
-        paths.append(done.path)
         return {"name": done.entry.name, **figures}
 
     try:
@@ -70,17 +67,16 @@ def stage_on_nodes(
         if stopped := world.broadcast_object(max((node.get("stopped", 0) for node in nodes), default=0)):
             error = StoppedError(stopped)
             if world.is_main:
-                _tell(str(error))
+                tell(str(error))
             raise error
         if not own:
-            path, lease = lease_copy(folder, done["name"])  # it is there, since the one who copied holds it
-            paths.append(path)
-            own.append(lease)
+            own.append(lease_copy(folder, done["name"]))  # it is there, since the one who copied holds it
     except BaseException:
-        for lease in own:
+        for _, lease in own:
             lease.release()
         raise
-    return NodeCopy(path=paths[0], lease=own[0], sentence=sentence(nodes, paths[0]) if nodes else None)
+    ((path, lease),) = own
+    return NodeCopy(path=path, lease=lease, sentence=sentence(nodes, path) if nodes else None)
 
 
 def sentence(nodes: list[dict[str, Any]], path: Path) -> str:
@@ -95,7 +91,3 @@ def sentence(nodes: list[dict[str, Any]], path: Path) -> str:
     reused = "" if num_copies == len(nodes) else f", reused on {pluralize(len(nodes) - num_copies, 'node')}"
     slow = "" if len(nodes) == 1 else " on the slowest"
     return f"Data: staged {size} in {seconds:.1f} s ({rate}/s{slow}) to {where}{reused}."
-
-
-def _tell(sentence: str) -> None:
-    print(f"stormo: {sentence}", file=sys.stderr)  # noqa: T201
