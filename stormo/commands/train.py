@@ -32,6 +32,7 @@ from stormo.telemetry.runs_folder import default_run_name
 from stormo.telemetry.runs_folder import note_failure as note_failure_of_run
 from stormo.telemetry.text import run_reference
 from stormo.training import staging
+from stormo.training.initial_file import check_initial
 from stormo.training.settings import Settings, checked, inherited_settings, merged_settings
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> int:
     dry_run.check(config)
     if config.command.dry_run:
         if rank_info is None or rank_info.is_main:
+            if config.run.init_from is not None and config.resumed is None:
+                check_initial(config.run.init_from, config.run.runs_folder)
             if task.needs_data_for_facts():
                 task.fetch()
             has_own = task_class.optimizer is not Task.optimizer

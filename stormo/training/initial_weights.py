@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,33 +15,28 @@ from torch import Tensor, nn
 from stormo.checkpoint.format import MANIFEST
 from stormo.checkpoint.reader import find
 from stormo.errors import SettingError, pluralize
+from stormo.training.initial_file import HINT, check_initial, initial_folders
 from stormo.training.trained_model import read_weights
 
 _INNER = ("state_dict", "model", "model_state_dict")  # where training scripts put the weights among other things
 _PREFIXES = ("module.", "_orig_mod.")  # of DDP and torch.compile
 _MAX_NAMED = 3
-_LONGEST_NAME = 255  # bytes of a file's name
 
 
 def read_initial(source: str, runs_folder: str) -> dict[str, Tensor]:
     """The tensors of a safetensors file, of a state dict, or of the newest checkpoint of a run."""
-    said, path = f"--init-from {source} was set", Path(source)
-    hint = "name a safetensors file, a state dict of torch, or the folder of a run"
-    if not source or max(len(os.fsencode(part)) for part in path.parts or ("",)) > _LONGEST_NAME:
-        raise SettingError(said, "there is no file or run of such a name", hint)
-    for folder in (path, Path(runs_folder) / path):
+    check_initial(source, runs_folder)
+    for folder in initial_folders(source, runs_folder):
         if (folder / MANIFEST).is_file():
             return read_weights(folder)[1]
         if found := find(folder) or find(folder / "checkpoints"):
             return read_weights(found[0].path)[1]
-    if not path.is_file():
-        what = "it has no checkpoint" if path.is_dir() else "there is no such file or run"
-        raise SettingError(said, what, hint)
+    said, path = f"--init-from {source} was set", Path(source)
     if path.suffix == ".safetensors":
         try:
             return safetensors.torch.load_file(path)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise SettingError(said, f"it cannot be read ({error})", hint) from error
+            raise SettingError(said, f"it cannot be read ({error})", HINT) from error
     return _tensors(said, _torch_load(said, path))
 
 
