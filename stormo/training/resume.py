@@ -216,8 +216,8 @@ def _kept_workers(before: Mapping[str, Any], in_file: Any, flags: Mapping[str, A
     # CPU processes were asked for. Slices first: a rank that starts CUDA now would not get its own.
     if "num_gpus" in before and not (visible_slices() or visible_gpus()):
         kept["num_gpus"] = before["num_gpus"]
-    if before.get("tune_link") is False:  # measured now, the last bits would change
-        kept["tune_link"] = False
+    # A link that is measured now would change the last bits; a worker that was not bound had a reason.
+    kept |= {key: False for key in ("tune_link", "bind") if before.get(key) is False}
     set_now = precedence.drop_overridden(in_file if isinstance(in_file, dict) else {}, flags) | dict(flags)
     strategy = before.get("strategy")
     is_kept = "mesh" in before or (strategy in SPECS and SPECS[strategy].is_kept_on_resume)
