@@ -139,7 +139,8 @@ class RunState:
         mean, loss_sum, num_items = self.strategy.loss_weights.of_step(part, num_samples)
         self.loss_sum += loss_sum
         self.num_items += num_items
-        return mean
+        later = self.strategy.later_losses
+        return mean if later is None else mean + 0 * later  # not finite where one of them is not
 
     def content(self, world: World, seed: int) -> Snapshot | Shard | None:
         """What this rank gives to a checkpoint. All ranks call it."""
