@@ -13,6 +13,7 @@ from stormo.config.plan import Plan, with_layers, with_task_optimizer
 from stormo.config.schema import TrainConfig
 from stormo.errors import MissingPackageError, SettingError, pluralize
 from stormo.optim.schedule import make_schedule
+from stormo.tasks.task import Task
 from stormo.telemetry.text import encodable
 
 _COLUMNS, _ROWS = 72, 10
@@ -32,15 +33,16 @@ class Point:
     global_batch_size: int
 
 
-def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False, loss_reduction: str = "mean") -> None:
-    """Print the plan and, if asked, the curve; `has_own`: the task may bring its own optimizer."""
+def show(config: TrainConfig, plan: Plan, task: Task, out: TextIO) -> None:
+    """Print the plan and, if asked, the curve."""
+    has_own = type(task).optimizer is not Task.optimizer  # the task may bring its own optimizer
     facts, shown = plan.facts, with_task_optimizer(config, plan) if has_own else plan
     shown = with_layers(
         config,
         shown,
         has_convolutions=facts.has_convolutions,
         has_batch_norms=facts.has_batch_norms,
-        loss_reduction=loss_reduction,
+        loss_reduction=task.loss_reduction,
     )
     for line in shown.lines():
         print(line, file=out)
