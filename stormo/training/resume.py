@@ -306,15 +306,12 @@ def _refusal(change: Change) -> str | None:
 
 
 def _refused(change: Change, why: str, run: RunFolder) -> SettingError:
+    origin = "without it" if change.before is None else f"with {_with_flag(change.key, change.before)}"
     return SettingError(
         f"{_with_flag(change.key, change.now)} was set with --resume",
-        f"run {run.name} was started {_origin(change)}, and {why}",
+        f"run {run.name} was started {origin}, and {why}",
         "leave it out, or start a new run",
     )
-
-
-def _origin(change: Change) -> str:
-    return "without it" if change.before is None else f"with {_with_flag(change.key, change.before)}"
 
 
 def _with_flag(key: str, value: Any) -> str:
