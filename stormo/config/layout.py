@@ -75,11 +75,6 @@ class Layout:
         return self.spec.is_sharded
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes along which workers take different samples."""
-        return self.spec.data_axes
-
-    @property
     def data_size(self) -> int:
         """The data-parallel size: parts into which a batch is split."""
         return math.prod(getattr(self.mesh, axis) for axis in self.spec.data_axes)

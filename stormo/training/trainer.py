@@ -199,7 +199,7 @@ class Trainer:
             backend=layout.backend,
             timeout_s=config.workers.timeout,
             mesh=layout.mesh,
-            data_axes=layout.data_axes,
+            data_axes=layout.spec.data_axes,
             needs_group=layout.is_sharded,
             choose_link=partial(self._choose_link, layout, rank_info, store, device),
         )
