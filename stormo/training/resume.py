@@ -77,13 +77,9 @@ def read_resumed_run(in_file: Mapping[str, Any], flags: Mapping[str, Any]) -> Re
     if folder is None:
         return None
     document = toml.read_toml(folder.config, f"{folder.config} is of the run to resume")
-    workers = document.get("workers", {})
-    if not isinstance(workers, dict):
-        raise SettingError(
-            f"{document['workers']!r:.40} are the workers in the config.toml of the run to resume",
-            "they are not a section",
-            "restore that file, or start a new run",
-        )
+    workers = document.setdefault("workers", {})
+    if not isinstance(workers, dict):  # refused with the file's other settings
+        return ResumedRun(folder=folder, document=document, workers={})
     document["workers"] = _kept_workers(workers, in_file.get("workers"), flags)
     return ResumedRun(folder=folder, document=document, workers=workers)
 

@@ -341,3 +341,11 @@ def test_a_run_that_was_not_tuned_or_bound_stays_so(old_run: Path, key: str, usu
         text = "\n".join(lines).replace("[workers]\n", f"[workers]\n{key} = {before}\n")
         file.write_text(text, encoding="utf-8")
         assert getattr(read_settings(["--resume", "old", *words.split()])[0].workers, key) is now
+
+
+def test_workers_that_are_no_section_are_refused(old_run: Path) -> None:
+    file = old_run / "config.toml"
+    head, rest = file.read_text(encoding="utf-8").split("[workers]\n")
+    file.write_text(f"workers = 3\n{head}{rest[rest.index('[') :]}", encoding="utf-8")
+    with pytest.raises(SettingError, match=r"workers in \S+ was set to 3, but it is a section"):
+        read_settings(["--resume", "old"])
