@@ -113,13 +113,13 @@ def draw(values: Sequence[float], at: Sequence[float], end: float, *, plain: boo
     for column in columns:
         last = sum(column) / len(column) if column else last  # there may be fewer steps than columns
         heights.append(last / peak * _ROWS if peak else 0.0)
-    label = max(len(f"{peak:g}"), 1)
+    label, line = len(f"{peak:g}"), "|" if plain else "│"
     lines = []
     for row in range(_ROWS - 1, -1, -1):
         name = f"{peak:g}" if row == _ROWS - 1 else "0" if row == 0 else ""
         cells = (min(max(height - row, 0.0), 1.0) for height in heights)
         bars = "".join("#" if plain and cell >= 0.5 else " " if plain else _BLOCKS[round(8 * cell)] for cell in cells)
-        lines.append(f"{name:>{label}} |{bars}".rstrip() if plain else f"{name:>{label}} │{bars}".rstrip())
+        lines.append(f"{name:>{label}} {line}{bars}".rstrip())
     axis = f"{'':{label}} epoch 0"
     return [*lines, f"{axis}{end:>{label + 2 + _COLUMNS - len(axis)}g}"]
 

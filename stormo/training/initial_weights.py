@@ -21,6 +21,7 @@ from stormo.training.trained_model import read_weights
 _INNER = ("state_dict", "model", "model_state_dict")  # where training scripts put the weights among other things
 _PREFIXES = ("module.", "_orig_mod.")  # of DDP and torch.compile
 _MAX_NAMED = 3
+_SAVE = "save it with torch.save(model.state_dict(), FILE)"
 
 
 def read_initial(source: str, runs_folder: str) -> dict[str, Tensor]:
@@ -47,14 +48,9 @@ def _torch_load(said: str, path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # bytes that are no pickle end in an error of any kind
         # Not torch's own text, which advises to run what is in the file.
-        why = (
-            error.strerror
-            if isinstance(error, OSError)
-            else "it is no file of torch with tensors and plain values alone"
-        )
-        raise SettingError(
-            said, f"it cannot be read: {why}", "save it with torch.save(model.state_dict(), FILE)"
-        ) from error
+        why = "it is no file of torch with tensors and plain values alone"
+        why = str(error.strerror) if isinstance(error, OSError) else why
+        raise SettingError(said, f"it cannot be read: {why}", _SAVE) from error
 
 
 def _tensors(said: str, found: Any) -> dict[str, Tensor]:
@@ -65,9 +61,7 @@ def _tensors(said: str, found: Any) -> dict[str, Tensor]:
     pairs = found.items() if isinstance(found, Mapping) else ()
     tensors = {n: t for n, t in pairs if isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided}
     if not tensors:
-        raise SettingError(
-            said, "it holds no dense tensors by name", "save it with torch.save(model.state_dict(), FILE)"
-        )
+        raise SettingError(said, "it holds no dense tensors by name", _SAVE)
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
