@@ -143,7 +143,7 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
         ):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # only compared
             warnings.filterwarnings("ignore", "Set timeout is now only supported")  # there are no peers
-            world.arrange(plan.layout.mesh, plan.layout.data_axes)
+            world.arrange(plan.layout.mesh, plan.layout.spec.data_axes)
             strategy = _without_values(kind, fake, size)(world, plan, task, config)
             with fake:
                 windows = torch.zeros((_BATCH, size.block + 1), dtype=torch.uint8)

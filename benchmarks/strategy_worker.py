@@ -60,7 +60,7 @@ def build(world: World, task: Task, flags: Flags, change: Callable[[Strategy], N
     config = options.make_config(given, None)
     gpus = visible_gpus() * world.size  # each rank sees its own
     plan = resolve(config, resolve_layout(config, gpus), task.facts())
-    world.arrange(plan.layout.mesh, plan.layout.data_axes)
+    world.arrange(plan.layout.mesh, plan.layout.spec.data_axes)
     set_arithmetic(config, plan)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
     strategy = strategy_class(plan.layout, task)(world, plan, task, config)

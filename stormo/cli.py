@@ -35,7 +35,7 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo runs                     list the runs in ./runs
   stormo show [RUN]               one run, or the newest: its settings, epochs and curves
   stormo report [RUN...]          one page on a run, the newest, or several side by side
-  stormo watch RUN                the same page, live while the run trains
+  stormo watch [RUN]              the same page, live while the run trains
   stormo evaluate RUN [options]   the validation metrics of a run's checkpoint, on any number of workers
   stormo export RUN [FILE]        the weights of a run as one safetensors file, or its model for torch.export or ONNX
   stormo predict [TASK] [options] will it fit on GPUs that are not here, by which strategy and at which batch?

@@ -61,6 +61,7 @@ WITHOUT_TORCH = [
     "cli",
     "data.staging",
     "distributed.nccl_probe",
+    "training.initial_file",
     "training.settings",
     "training.resume",
 ]

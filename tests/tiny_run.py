@@ -49,7 +49,7 @@ def build(
     task = task_class(TinyOptions(**(task_options or {})))
     gpus = visible_gpus() * world.size if world.device.type == "cuda" else ()  # each rank sees its own
     plan = resolve(config, resolve_layout(config, gpus), task.facts())
-    world.arrange(plan.layout.mesh, plan.layout.data_axes)
+    world.arrange(plan.layout.mesh, plan.layout.spec.data_axes)
     torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
     strategy = strategy_class(plan.layout, task)(world, plan, task, config)

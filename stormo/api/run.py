@@ -79,8 +79,8 @@ class Run:
 
         columns = self.history()
         losses = [name for name in columns if name in ("train_loss", "validation_loss")]
-        others = [name for name in columns if name.startswith("validation_") and name not in losses]
-        others = [name for name in others if name != "validation_time_s"]
+        no_metrics = (*losses, "validation_time_s")
+        others = [name for name in columns if name.startswith("validation_") and name not in no_metrics]
         groups = [group for group in (losses, others) if group]
         figure, plots = pyplot.subplots(1, max(len(groups), 1), squeeze=False, layout="constrained")
         for group, axes in zip(groups, plots[0], strict=True):

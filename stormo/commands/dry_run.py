@@ -13,6 +13,7 @@ from stormo.config.plan import Plan, with_layers, with_task_optimizer
 from stormo.config.schema import TrainConfig
 from stormo.errors import MissingPackageError, SettingError, pluralize
 from stormo.optim.schedule import make_schedule
+from stormo.tasks.task import Task
 from stormo.telemetry.text import encodable
 
 _COLUMNS, _ROWS = 72, 10
@@ -32,15 +33,16 @@ class Point:
     global_batch_size: int
 
 
-def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False, loss_reduction: str = "mean") -> None:
-    """Print the plan and, if asked, the curve; `has_own`: the task may bring its own optimizer."""
+def show(config: TrainConfig, plan: Plan, task: Task, out: TextIO) -> None:
+    """Print the plan and, if asked, the curve."""
+    has_own = type(task).optimizer is not Task.optimizer  # the task may bring its own optimizer
     facts, shown = plan.facts, with_task_optimizer(config, plan) if has_own else plan
     shown = with_layers(
         config,
         shown,
         has_convolutions=facts.has_convolutions,
         has_batch_norms=facts.has_batch_norms,
-        loss_reduction=loss_reduction,
+        loss_reduction=task.loss_reduction,
     )
     for line in shown.lines():
         print(line, file=out)
@@ -111,13 +113,13 @@ def draw(values: Sequence[float], at: Sequence[float], end: float, *, plain: boo
     for column in columns:
         last = sum(column) / len(column) if column else last  # there may be fewer steps than columns
         heights.append(last / peak * _ROWS if peak else 0.0)
-    label = max(len(f"{peak:g}"), 1)
+    label, line = len(f"{peak:g}"), "|" if plain else "│"
     lines = []
     for row in range(_ROWS - 1, -1, -1):
         name = f"{peak:g}" if row == _ROWS - 1 else "0" if row == 0 else ""
         cells = (min(max(height - row, 0.0), 1.0) for height in heights)
         bars = "".join("#" if plain and cell >= 0.5 else " " if plain else _BLOCKS[round(8 * cell)] for cell in cells)
-        lines.append(f"{name:>{label}} |{bars}".rstrip() if plain else f"{name:>{label}} │{bars}".rstrip())
+        lines.append(f"{name:>{label}} {line}{bars}".rstrip())
     axis = f"{'':{label}} epoch 0"
     return [*lines, f"{axis}{end:>{label + 2 + _COLUMNS - len(axis)}g}"]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stormo.commands.train import equal_options, work
 from stormo.commands.trained_run import find_checkpoint, read_run, run_of, split_task_flags
@@ -25,7 +25,6 @@ from stormo.training.settings import checked
 
 if TYPE_CHECKING:
     from stormo.distributed.store import Store
-    from stormo.training.evaluation import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,8 @@ def _checkpoint(source: str, runs_folder: Path, which: str) -> Path:
     return Path(which)
 
 
-def _shown(found: Evaluation, *, as_json: bool) -> str:
+def _shown(found: Mapping[str, Any], *, as_json: bool) -> str:
     if as_json:
-        return json.dumps(dataclasses.asdict(found), indent=1) + "\n"
-    return f"Step = {found.step}: Samples = {found.num_samples}, {', '.join(metric_texts(found.validation))}\n"
+        return json.dumps(found, indent=1) + "\n"
+    figures = [f"Samples = {found['num_samples']}", *metric_texts(found["validation"])]
+    return f"Step = {found['step']}: {', '.join(figures)}\n"

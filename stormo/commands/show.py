@@ -26,7 +26,6 @@ from stormo.telemetry.runs_folder import (
     find_run,
     flat_config,
     last_event,
-    list_runs,
     overview,
 )
 from stormo.telemetry.text import (
@@ -70,9 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
-    folder = Path(parsed.runs_folder)
-    newest = next((run.name for run in list_runs(folder)), "newest")  # a name that the error shows
-    run = _read(find_run(folder, newest if parsed.run is None else parsed.run))
+    run = _read(find_run(Path(parsed.runs_folder), parsed.run))
     text = json.dumps(_as_json(run), indent=2, allow_nan=False) if parsed.json else "\n".join(_lines(run))
     write_text(f"{text}\n", sys.stdout)
     return 0

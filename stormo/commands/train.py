@@ -27,11 +27,11 @@ from stormo.launch.slices import take_slice
 from stormo.system.process import STARTED, die_with_parent, process_start_unix_s, stormo_command
 from stormo.system.signals import exit_if_sigusr1_came
 from stormo.tasks.check import check_task
-from stormo.tasks.task import Task
 from stormo.telemetry.runs_folder import default_run_name
 from stormo.telemetry.runs_folder import note_failure as note_failure_of_run
 from stormo.telemetry.text import run_reference
 from stormo.training import staging
+from stormo.training.initial_file import check_initial
 from stormo.training.settings import Settings, checked, inherited_settings, merged_settings
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def main(arguments: list[str]) -> int:
     dry_run.check(config)
     if config.command.dry_run:
         if rank_info is None or rank_info.is_main:
+            if config.run.init_from is not None and config.resumed is None:
+                check_initial(config.run.init_from, config.run.runs_folder)
             if task.needs_data_for_facts():
                 task.fetch()
-            has_own = task_class.optimizer is not Task.optimizer
-            plan = resolve(config, layout, task.facts())
-            dry_run.show(config, plan, sys.stdout, has_own=has_own, loss_reduction=task.loss_reduction)
+            dry_run.show(config, resolve(config, layout, task.facts()), task, sys.stdout)
         return 0
     if settings is not None and rank_info is None and (layout.world_size > 1 or config.workers.max_restarts):
         if not task.needs_data_for_facts():

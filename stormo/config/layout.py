@@ -75,11 +75,6 @@ class Layout:
         return self.spec.is_sharded
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes along which workers take different samples."""
-        return self.spec.data_axes
-
-    @property
     def data_size(self) -> int:
         """The data-parallel size: parts into which a batch is split."""
         return math.prod(getattr(self.mesh, axis) for axis in self.spec.data_axes)
@@ -116,7 +111,11 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     gpus = tuple(gpus) if device_type == "cuda" else ()
     slices = _slices(gpus)
     if is_one_process and slices and count > 1:
-        raise _sees_one_slice(config, count)
+        raise SettingError(
+            f"--strategy {workers.strategy} was set on {pluralize(count, 'slice')} of GPUs",
+            "DataParallel is one process, and CUDA shows a process one slice",
+            "set --strategy ddp, or --num-gpus 1",
+        )
     backend, backend_reason = _backend(config, device_type, world_size, slices[:count], num_nodes)
     strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
     total = f"{world_size} = {pluralize(num_nodes, 'node')} × {_devices(device_type, count, slices[:count])}"
@@ -157,14 +156,6 @@ def _devices(device_type: str, count: int, slices: Sequence[Gpu]) -> str:
     profiles = ", ".join(sorted({one.profile for one in slices}))
     num_gpus = len({one.slice_of for one in slices})
     return f"{pluralize(count, 'slice')} ({profiles}) of {pluralize(num_gpus, 'GPU')}"
-
-
-def _sees_one_slice(config: TrainConfig, num_slices: int) -> SettingError:
-    return SettingError(
-        f"--strategy {config.workers.strategy} was set on {pluralize(num_slices, 'slice')} of GPUs",
-        "DataParallel is one process, and CUDA shows a process one slice",
-        "set --strategy ddp, or --num-gpus 1",
-    )
 
 
 def _check_workers(config: TrainConfig) -> None:

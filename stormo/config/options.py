@@ -134,10 +134,6 @@ def _option(section: str, field: dataclasses.Field[Any], hint: Any) -> Option:
             "an option is int, float, str, bool, one of those or None, a Literal of strings, or a number or a Literal",
             "declare it as one of these",
         )
-    if field.default is dataclasses.MISSING:
-        raise SettingError(
-            f"option {field.name} of section {section} has no default", "every option needs one", "give it a default"
-        )
     return Option(
         section=section,
         name=field.name,
@@ -230,14 +226,14 @@ class UsageError(StormoError):
 
 
 def build_parser(
-    program: str, options: Sequence[Option], task_title: str, positional: Positional = _TASK, *, add_help: bool = True
+    program: str, options: Sequence[Option], task_title: str, positional: Positional = _TASK
 ) -> argparse.ArgumentParser:
     """A parser whose help shows the common options by section, with defaults; values stay text until `convert`."""
     hidden = frozenset(option.key for option in options if not option.common)
     epilog = f"{program} --help all shows the other {len(hidden)} options." if hidden else None
     usage = f"{program} [{positional.metavar}] [options]" if hidden else None
     about = {"description": positional.description, "epilog": epilog}
-    parser = _parser(prog=program, usage=usage, add_help=add_help, **about)
+    parser = _parser(prog=program, usage=usage, **about)
     parser.add_argument(positional.name, nargs="?", metavar=positional.metavar, help=positional.help)
     _add_flags(parser, options, {name: _title(cls) for name, cls in SECTIONS.items()} | {"task": task_title})
     return parser
@@ -331,7 +327,7 @@ def peek_flags(argv: Sequence[str], options: Sequence[Option], is_task: Callable
     `is_task` tells a TASK from the value of a task's option: `--task.flip my_task.py` names a task, `--task.width 2`
     does not.
     """
-    parser = build_parser("stormo train", options, "Task", add_help=False)
+    parser = build_parser("stormo train", options, "Task")
     known = {option.flag for option in options}
     known |= {f"--no-{option.flag[2:]}" for option in options if option.kind is bool}
     kept: list[str] = []

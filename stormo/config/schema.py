@@ -7,7 +7,7 @@ A class is a TOML section and a heading of `--help`; a field is a key and a flag
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
 from stormo.config.strategies import StrategyName
@@ -414,13 +414,5 @@ CALL_ONLY = ("launcher", "hosts", "hostfile", "print_commands")
 EFFECTIVE = "effective"  # the section of a run's config.toml that holds its `ResolvedBatch`
 OTHER_SECTIONS = ("slurm",)  # sections of a TOML file that only `submit` reads
 SECTIONS: dict[str, type[Any]] = {
-    "workers": Workers,
-    "batch": Batch,
-    "optimizer": Optimizer,
-    "speed": Speed,
-    "sharding": Sharding,
-    "stop": Stop,
-    "run": Run,
-    "energy": Energy,
-    "command": Command,
+    name: type(section) for name, section in vars(TrainConfig()).items() if is_dataclass(section)
 }

@@ -95,17 +95,18 @@ class Alternating(Strategy):
                 self._run_again(batch)
         return loss
 
-    def _run_again(self, batch: Batch) -> None:
+    def _run_again(self, batch: Batch) -> Tensor:
         with absent(self.module, batch.is_padding):
-            self._forward_backward(self._eager, batch.data, batch.weight)
+            return self._forward_backward(self._eager, batch.data, batch.weight)
 
     def step(self, learning_rate: float) -> None:
         """Let every optimizer step in its turn."""
         self._set_learning_rate(learning_rate)
+        self.later_losses = torch.zeros((), device=self.world.device)
         for name in self._names:
             with self._turn_of(name):
                 for batch in self._held if name != self._names[0] else ():
-                    self._run_again(batch)
+                    self.later_losses += self._run_again(batch)
                 self._apply_gradients(self.optimizer.parts[name])
             self.clear_gradients()
         self._held = []

@@ -96,6 +96,7 @@ class Strategy:
     replicas_differ = False  # whether workers have stepped since their weights were equal
     staleness = 0  # steps that a worker may be ahead of the slowest
     powersgd: PowerSgd | None = None
+    later_losses: Tensor | None = None  # of a step, after that of the first optimizer of several
     _is_trying = False  # whether this step is one of `try_step`
     _is_warming_up = False  # whether micro-batches belong to no step
 

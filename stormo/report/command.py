@@ -15,7 +15,7 @@ from stormo.report.charts import AXES, COLOURS, DASHES, PATTERNS, SYMBOLS, Chart
 from stormo.report.history import read_history
 from stormo.report.page import check_plotly, make_document, make_page, make_panels
 from stormo.telemetry.folder import RunFolder, write_whole
-from stormo.telemetry.runs_folder import find_run, list_runs
+from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import write_text
 
 _COLOURS, _DASHES = COLOURS["light"], tuple(DASHES.values())
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         if getattr(options, option) == "":
             raise SettingError(f"--{option} was set to an empty name", "a name is needed", "name a file or folder")
     parent = Path(options.runs_folder)
-    names = options.runs or [next((run.name for run in list_runs(parent)), "newest")]  # a name that the error shows
-    folders = list({run.path.resolve(): run for run in (find_run(parent, name) for name in names)}.values())
+    found = [find_run(parent, name) for name in options.runs or [None]]
+    folders = list({run.path.resolve(): run for run in found}.values())
     labels = run_labels(folders)
     histories = [read_history(folder, label) for folder, label in zip(folders, labels, strict=True)]
     default = folders[0].path / "report.html" if len(folders) == 1 else parent / "report.html"

@@ -1,4 +1,4 @@
-"""`stormo watch RUN`: serves the page of a running training to whoever has the token in its address.
+"""`stormo watch [RUN]`: serves the page of a running training to whoever has the token in its address.
 
 On loopback unless `--host` is set; plain HTTP, so use an SSH tunnel across a network.
 """
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Serve the page of a run while it is running; Ctrl-C ends it.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name of the run, or its folder (default: the newest)")
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
     parser.add_argument("--port", default="0", metavar="N", help="port to listen on (default: 0, any free one)")
     parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
@@ -64,7 +64,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _find(parent: Path, name: str, *, wait: bool) -> RunFolder:
+def _find(parent: Path, name: str | None, *, wait: bool) -> RunFolder:
+    if name is None:
+        return find_run(parent, None)
     if not name:
         raise SettingError("an empty name was given", "no run has that name", "name a run: stormo runs lists them")
     for candidate in (parent / name, Path(name)):

@@ -21,7 +21,7 @@ from stormo.energy.meter import Window
 from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder
 from stormo.energy.summary import SMALLEST_SHOWN_SHARE, amount_text, rounded
 from stormo.errors import pluralize
-from stormo.training.clock import AnyNodeRecorder, gpus_by_node, shared_clock
+from stormo.training.clock import AnyNodeRecorder, gpus_by_node
 
 _LAST_READINGS_S = 5.0  # the other nodes end when rank 0 does, or are not waited for
 
@@ -131,8 +131,7 @@ class ScriptMeter:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        gpus, main_unix_s = gpus_by_node(world, devices_per_worker=1)
-        clock = shared_clock(world, main_unix_s)
+        gpus, clock = gpus_by_node(world, devices_per_worker=1)
         self._nodes = sorted(gpus, key=int)
         rank_info = world.rank_info
         self._meter: Meter | None = None

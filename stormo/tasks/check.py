@@ -188,7 +188,7 @@ def check_options(task_class: type[Task]) -> None:
     if not is_dataclass or not own <= fields:  # a subclass of a dataclass may have fields of its own
         raise SettingError(f"{name} was written", "it is not a dataclass", f"put @dataclass above class {cls.__name__}")
     for field in dataclasses.fields(declared):
-        if field.init and field.default is dataclasses.MISSING:
+        if field.default is dataclasses.MISSING:
             hint = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
             raise SettingError(
                 f"option {field.name} of {name} has no default",

@@ -65,8 +65,7 @@ def read_corpus(folder: Path | None = None) -> Corpus:
         raise SettingError(
             "the sources of Python's standard library are trained on",
             f"there are none in {root} (*.py, {pluralize(len(names), 'file')} found): this Python was installed "
-            "without "
-            "them",
+            "without them",
             "set --task.data-folder to any folder of *.py or *.txt files",
         )
     if not (train and validation):

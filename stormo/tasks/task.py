@@ -158,6 +158,8 @@ class Task:
         all items. A metric with a state (torchmetrics) is made once, in `__init__`: call its `update` here and return
         the object itself.
         """
+        from stormo.data.batches import batch_length
+
         loss = self.loss(model, batch)
         if isinstance(loss, tuple) or self.loss_reduction == "sum":
             return {"loss": loss}
@@ -224,10 +226,3 @@ class Task:
         which pieces make which stage; a flat list is split by the times of the pieces.
         """
         return None
-
-
-def batch_length(batch: Any) -> int:
-    """How many samples a batch of nested tuples, lists and dicts of tensors holds."""
-    from stormo.data import batches
-
-    return batches.batch_length(batch)

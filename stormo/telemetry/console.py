@@ -83,7 +83,7 @@ class PlainConsole:
     def write(self, record: Record) -> None:
         """Print the lines of one record, if it has any."""
         if isinstance(record, RunStarted):
-            self._print(*record.explanation)
+            self._print(*record.explanation, f"run folder: {record.run_folder}")
         elif isinstance(record, EpochDone):
             self._print(epoch_line(record))
         elif isinstance(record, Notice):

@@ -126,8 +126,10 @@ def make_run_folder(folder: Path) -> bool:
     return True
 
 
-def find_run(folder: Path, name_or_path: str) -> RunFolder:
-    """The run of that name in the folder, or the one at that path."""
+def find_run(folder: Path, name_or_path: str | None) -> RunFolder:
+    """The run of that name in the folder, or the one at that path; None is the newest."""
+    if name_or_path is None:
+        name_or_path = next((run.name for run in list_runs(folder)), "newest")  # a name that the error shows
     for candidate in (folder / name_or_path, Path(name_or_path)):
         run = RunFolder(candidate)
         if run.is_run:

@@ -10,7 +10,6 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,15 +26,6 @@ from stormo.training.state import Progress
 
 AnyNodeRecorder = NodeRecorder | NoNodeRecorder
 _UNKNOWN = -1.0  # in a row of figures, where no figure is negative
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochFigures:
-    """Times of all ranks and energy of all nodes since the epoch before."""
-
-    workers: tuple[dict[str, Any], ...]
-    energy_j: float | None
-    power_w: float | None
 
 
 class GpuPeak:
@@ -124,8 +114,8 @@ class TrainingClock:
         """Tell the node's recorder how far the run is."""
         self._node_recorder.advance(self._progress.step, self.waiting_s())
 
-    def end_of_epoch(self) -> EpochFigures:
-        """What every rank did since the epoch before, and what all nodes drew. All ranks call it.
+    def end_of_epoch(self) -> dict[str, Any]:
+        """What every rank did since the epoch before, and what all nodes drew, for `EpochDone`. All ranks call it.
 
         An epoch too short for the energy counters is counted with those after it.
         """
@@ -146,20 +136,18 @@ class TrainingClock:
             energy_j = None
         else:
             self._energy_mark = mark
-        return EpochFigures(
-            workers=tuple(
-                {
-                    "rank": rank,
-                    "node": int(node_id),
-                    "train_time_s": train_s,
-                    "input_wait_s": wait_s,
-                    "exposed_s": None if exposed_s == _UNKNOWN else exposed_s,
-                }
-                for rank, (train_s, wait_s, exposed_s, node_id, *_) in enumerate(found)
-            ),
-            energy_j=energy_j,
-            power_w=None if energy_j is None or window is None else energy_j / max(window.seconds, 1e-9),
+        workers = tuple(
+            {
+                "rank": rank,
+                "node": int(node_id),
+                "train_time_s": train_s,
+                "input_wait_s": wait_s,
+                "exposed_s": None if exposed_s == _UNKNOWN else exposed_s,
+            }
+            for rank, (train_s, wait_s, exposed_s, node_id, *_) in enumerate(found)
         )
+        power_w = None if energy_j is None or window is None else energy_j / max(window.seconds, 1e-9)
+        return {"workers": workers, "energy_j": energy_j, "power_w": power_w}
 
     def running_s(self) -> float:
         """Seconds since `start`."""
@@ -201,8 +189,7 @@ def open_node_recorder(world: World, *, devices_per_worker: int, is_on: bool) ->
     """A recorder in one rank of each node, and one that does nothing in the others. All ranks call it."""
     if not is_on:
         return NoNodeRecorder()
-    uuids, main_unix_s = gpus_by_node(world, devices_per_worker=devices_per_worker)
-    clock = shared_clock(world, main_unix_s)
+    uuids, clock = gpus_by_node(world, devices_per_worker=devices_per_worker)
     rank_info = world.rank_info
     if rank_info.local_rank:
         return NoNodeRecorder()
@@ -218,14 +205,11 @@ def open_node_recorder(world: World, *, devices_per_worker: int, is_on: bool) ->
     )
 
 
-def shared_clock(world: World, main_unix_s: float) -> Callable[[], float]:
-    """The clock of rank 0, which has just sent its time: the files of all nodes are read as one."""
-    ahead_s = 0.0 if world.is_main else main_unix_s - steady_unix_s()
-    return lambda: steady_unix_s() + ahead_s
+def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, list[str]], Callable[[], float]]:
+    """The GPUs of the job by node (a rank may see all, or only its own), and the clock of rank 0. All ranks call it.
 
-
-def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, list[str]], float]:
-    """The GPUs of the job by node (a rank may see all, or only its own), and rank 0's time. All ranks call it."""
+    The files of all nodes have the time of rank 0, as they are read as one.
+    """
     own = []
     if world.device.type == "cuda":
         indices = [world.device.index] if devices_per_worker == 1 else range(devices_per_worker)
@@ -236,7 +220,8 @@ def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, li
         known = by_node.setdefault(str(node_id), [])
         known += [uuid for uuid in uuids if uuid not in known]
     found, main_unix_s = world.broadcast_object([by_node, steady_unix_s()])
-    return found, main_unix_s
+    ahead_s = 0.0 if world.is_main else main_unix_s - steady_unix_s()
+    return found, lambda: steady_unix_s() + ahead_s
 
 
 def _devices(uuids: Sequence[str]) -> list[Device]:

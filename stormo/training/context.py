@@ -154,27 +154,22 @@ class RunContext:
 
     def validate(self) -> dict[str, float] | int:
         """The metrics over the whole validation set, or the signal that the ranks agreed on meanwhile."""
-        step = self.state.progress.step
-        self.node_recorder.enter("validation", step)
-        with range_of("validation"):
-            found = self._validate()
-        self.node_recorder.enter("idle", step)
-        return found
-
-    def _validate(self) -> dict[str, float] | int:
         strategy, progress = self.state.strategy, self.state.progress
 
         def on_round(number: int) -> None:
             self.record(ValidationProgress(epoch=progress.epoch, done=number, total=self.validation.num_rounds))
             self.heartbeat(progress.step)
 
-        strategy.average_buffers()
-        with strategy.averaged_weights(), strategy.swap_in_mean_weights(), self._averaged():
-            rounds = self.validation.run(strategy.validated, strategy.autocast)
-            found = metrics_or_signal(rounds, self.world, self.stop_flag, on_round)
-            if not isinstance(found, int):
-                self.hook("on_validation_end", found)
-            return found
+        self.node_recorder.enter("validation", progress.step)
+        with range_of("validation"):
+            strategy.average_buffers()
+            with strategy.averaged_weights(), strategy.swap_in_mean_weights(), self._averaged():
+                rounds = self.validation.run(strategy.validated, strategy.autocast)
+                found = metrics_or_signal(rounds, self.world, self.stop_flag, on_round)
+                if not isinstance(found, int):
+                    self.hook("on_validation_end", found)
+        self.node_recorder.enter("idle", progress.step)
+        return found
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -229,9 +224,7 @@ class RunContext:
             validation=metrics,
             unit=facts.unit,
             mfu=self.plan.mfu(samples_per_s),
-            energy_j=figures.energy_j,
-            power_w=figures.power_w,
-            workers=figures.workers,
+            **figures,
         )
         progress.epoch += 1
         progress.epochs_done += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,6 @@ from stormo.training.trainer import make_batch, num_loader_workers, set_precisio
 from stormo.training.validation import Validation, metrics_or_signal
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
-    """The metrics of one checkpoint."""
-
-    checkpoint: str
-    step: int
-    num_samples: int
-    validation: dict[str, float]
-
-
 def evaluate(
     config: TrainConfig,
     layout: Layout,
@@ -50,8 +39,8 @@ def evaluate(
     rank_info: RankInfo,
     store: Store | None,
     reporter: FailureReporter,
-) -> Evaluation | int:
-    """The metrics of the whole validation set, on every rank; an exit code if a signal came.
+) -> dict[str, Any] | int:
+    """The metrics of the whole validation set and of which checkpoint, on every rank; an exit code if a signal came.
 
     `find_checkpoint` is called on rank 0, which alone reads the checkpoint.
     """
@@ -90,7 +79,7 @@ def evaluate(
     world.close()
     if isinstance(metrics, int):
         return EXIT_INTERRUPTED if metrics == signal.SIGINT else EXIT_RESUMABLE
-    return Evaluation(checkpoint=checkpoint, step=step, num_samples=validation.num_samples, validation=metrics)
+    return {"checkpoint": checkpoint, "step": step, "num_samples": validation.num_samples, "validation": metrics}
 
 
 def _weights(world: World, find_checkpoint: Callable[[], Path]) -> tuple[str, int, dict[str, Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,33 +15,29 @@ from torch import Tensor, nn
 from stormo.checkpoint.format import MANIFEST
 from stormo.checkpoint.reader import find
 from stormo.errors import SettingError, pluralize
+from stormo.training.initial_file import HINT, check_initial, initial_folders
 from stormo.training.trained_model import read_weights
 
 _INNER = ("state_dict", "model", "model_state_dict")  # where training scripts put the weights among other things
 _PREFIXES = ("module.", "_orig_mod.")  # of DDP and torch.compile
 _MAX_NAMED = 3
-_LONGEST_NAME = 255  # bytes of a file's name
+_SAVE = "save it with torch.save(model.state_dict(), FILE)"
 
 
 def read_initial(source: str, runs_folder: str) -> dict[str, Tensor]:
     """The tensors of a safetensors file, of a state dict, or of the newest checkpoint of a run."""
-    said, path = f"--init-from {source} was set", Path(source)
-    hint = "name a safetensors file, a state dict of torch, or the folder of a run"
-    if not source or max(len(os.fsencode(part)) for part in path.parts or ("",)) > _LONGEST_NAME:
-        raise SettingError(said, "there is no file or run of such a name", hint)
-    for folder in (path, Path(runs_folder) / path):
+    check_initial(source, runs_folder)
+    for folder in initial_folders(source, runs_folder):
         if (folder / MANIFEST).is_file():
             return read_weights(folder)[1]
         if found := find(folder) or find(folder / "checkpoints"):
             return read_weights(found[0].path)[1]
-    if not path.is_file():
-        what = "it has no checkpoint" if path.is_dir() else "there is no such file or run"
-        raise SettingError(said, what, hint)
+    said, path = f"--init-from {source} was set", Path(source)
     if path.suffix == ".safetensors":
         try:
             return safetensors.torch.load_file(path)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise SettingError(said, f"it cannot be read ({error})", hint) from error
+            raise SettingError(said, f"it cannot be read ({error})", HINT) from error
     return _tensors(said, _torch_load(said, path))
 
 
@@ -53,14 +48,9 @@ def _torch_load(said: str, path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # bytes that are no pickle end in an error of any kind
         # Not torch's own text, which advises to run what is in the file.
-        why = (
-            error.strerror
-            if isinstance(error, OSError)
-            else "it is no file of torch with tensors and plain values alone"
-        )
-        raise SettingError(
-            said, f"it cannot be read: {why}", "save it with torch.save(model.state_dict(), FILE)"
-        ) from error
+        why = "it is no file of torch with tensors and plain values alone"
+        why = str(error.strerror) if isinstance(error, OSError) else why
+        raise SettingError(said, f"it cannot be read: {why}", _SAVE) from error
 
 
 def _tensors(said: str, found: Any) -> dict[str, Tensor]:
@@ -71,9 +61,7 @@ def _tensors(said: str, found: Any) -> dict[str, Tensor]:
     pairs = found.items() if isinstance(found, Mapping) else ()
     tensors = {n: t for n, t in pairs if isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided}
     if not tensors:
-        raise SettingError(
-            said, "it holds no dense tensors by name", "save it with torch.save(model.state_dict(), FILE)"
-        )
+        raise SettingError(said, "it holds no dense tensors by name", _SAVE)
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

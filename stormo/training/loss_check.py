@@ -267,14 +267,9 @@ def _restore(value: Any, content: Any) -> None:
     if isinstance(value, Tensor):
         with torch.no_grad():
             value.copy_(content)
-    elif isinstance(value, list):
-        value[:] = content
-    elif isinstance(value, dict | set):
-        value.clear()
-        value.update(content)
-    elif isinstance(value, deque):
-        value.clear()
-        value.extend(content)
+        return
+    value.clear()
+    (value.update if isinstance(value, dict | set) else value.extend)(content)
 
 
 def _refusal(task: Task, found: _Mismatch, num_parts: int) -> SettingError:

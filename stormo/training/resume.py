@@ -77,13 +77,9 @@ def read_resumed_run(in_file: Mapping[str, Any], flags: Mapping[str, Any]) -> Re
     if folder is None:
         return None
     document = toml.read_toml(folder.config, f"{folder.config} is of the run to resume")
-    workers = document.get("workers", {})
-    if not isinstance(workers, dict):
-        raise SettingError(
-            f"{document['workers']!r:.40} are the workers in the config.toml of the run to resume",
-            "they are not a section",
-            "restore that file, or start a new run",
-        )
+    workers = document.setdefault("workers", {})
+    if not isinstance(workers, dict):  # refused with the file's other settings
+        return ResumedRun(folder=folder, document=document, workers={})
     document["workers"] = _kept_workers(workers, in_file.get("workers"), flags)
     return ResumedRun(folder=folder, document=document, workers=workers)
 
@@ -216,8 +212,8 @@ def _kept_workers(before: Mapping[str, Any], in_file: Any, flags: Mapping[str, A
     # CPU processes were asked for. Slices first: a rank that starts CUDA now would not get its own.
     if "num_gpus" in before and not (visible_slices() or visible_gpus()):
         kept["num_gpus"] = before["num_gpus"]
-    if before.get("tune_link") is False:  # measured now, the last bits would change
-        kept["tune_link"] = False
+    # A link that is measured now would change the last bits; a worker that was not bound had a reason.
+    kept |= {key: False for key in ("tune_link", "bind") if before.get(key) is False}
     set_now = precedence.drop_overridden(in_file if isinstance(in_file, dict) else {}, flags) | dict(flags)
     strategy = before.get("strategy")
     is_kept = "mesh" in before or (strategy in SPECS and SPECS[strategy].is_kept_on_resume)
@@ -306,15 +302,12 @@ def _refusal(change: Change) -> str | None:
 
 
 def _refused(change: Change, why: str, run: RunFolder) -> SettingError:
+    origin = "without it" if change.before is None else f"with {_with_flag(change.key, change.before)}"
     return SettingError(
         f"{_with_flag(change.key, change.now)} was set with --resume",
-        f"run {run.name} was started {_origin(change)}, and {why}",
+        f"run {run.name} was started {origin}, and {why}",
         "leave it out, or start a new run",
     )
-
-
-def _origin(change: Change) -> str:
-    return "without it" if change.before is None else f"with {_with_flag(change.key, change.before)}"
 
 
 def _with_flag(key: str, value: Any) -> str:

@@ -323,14 +323,9 @@ def explain_errors(task: Task, data_method: str, method: str) -> Iterator[None]:
             raise
         what, why, instead = _TASK_MISTAKES[mistake]
         shown = f"{name}.{method}() {what} ({_location(frames)}{text})"
-        raise SettingError(shown, why, instead.format(numbers=_numbers())) from error
-
-
-def _numbers() -> str:
-    """The weights' type, and how to convert a tensor to it."""
-    if torch.get_default_dtype() == torch.float64:
-        return "torch.float64 (.double()) for --precision fp64"
-    return "torch.float32 (.float())"
+        is_fp64 = torch.get_default_dtype() == torch.float64
+        numbers = "torch.float64 (.double()) for --precision fp64" if is_fp64 else "torch.float32 (.float())"
+        raise SettingError(shown, why, instead.format(numbers=numbers)) from error
 
 
 def _location(frames: traceback.StackSummary) -> str:

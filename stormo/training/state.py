@@ -7,12 +7,11 @@ writes and reads its own chunks. With local updates or error feedback, each rank
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +100,17 @@ class Progress:
         self.samples_seen += len(samples)
         self.samples_trained += len(samples)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
     def take(self, values: dict[str, Any]) -> None:
-        """Restore what `to_json` gave."""
+        """Restore what `asdict` gave; what an older release did not save keeps its default."""
         values = {"samples_trained": values.get("samples_seen", 0), **values}  # older releases did not count it
-        for name, hint in typing.get_type_hints(Progress).items():
-            if name not in values:
+        hints = typing.get_type_hints(Progress)
+        for name, value in values.items():
+            if name not in hints:
                 continue
-            is_count = hint is int
-            if not fits(values[name], hint) or (is_count and not 0 <= values[name] < _MAX_COUNT):
-                shown = "out of range" if type(values[name]) is int else printable(repr(values[name])[:40])
+            if not fits(value, hints[name]) or (hints[name] is int and not 0 <= value < _MAX_COUNT):
+                shown = "out of range" if type(value) is int else printable(repr(value)[:40])
                 raise StormoError(f"The checkpoint cannot be resumed: its counter {name} is {shown}.")
-        for one in fields(self):
-            # What an older release did not save keeps its default.
-            if one.name in values:
-                setattr(self, one.name, Trend(**values[one.name]) if one.name == "trend" else values[one.name])
+            setattr(self, name, Trend(**value) if name == "trend" else value)
 
 
 @dataclass(kw_only=True)
@@ -139,7 +131,8 @@ class RunState:
         mean, loss_sum, num_items = self.strategy.loss_weights.of_step(part, num_samples)
         self.loss_sum += loss_sum
         self.num_items += num_items
-        return mean
+        later = self.strategy.later_losses
+        return mean if later is None else mean + 0 * later  # not finite where one of them is not
 
     def content(self, world: World, seed: int) -> Snapshot | Shard | None:
         """What this rank gives to a checkpoint. All ranks call it."""
@@ -150,7 +143,8 @@ class RunState:
         strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
         random_tensors, state = self._plain(world, seed, buffers.sources)
         own = random_tensors | {BUFFER + name: tensor for name, tensor in buffers.own.items()}
-        gathered = world.gather_bytes(safetensors.torch.save(_on_cpu(own)))
+        on_cpu = {name: tensor.cpu().contiguous() for name, tensor in own.items()}
+        gathered = world.gather_bytes(safetensors.torch.save(on_cpu))
         if state is None or gathered is None:
             return None
         ranks = {
@@ -202,7 +196,7 @@ class RunState:
         if gathered is None:
             return own, None
         return own, {
-            "progress": self.progress.to_json(),
+            "progress": asdict(self.progress),
             "world_size": world.size,
             "seed": seed,
             "random": [each for each, _, _ in gathered],
@@ -293,10 +287,6 @@ def _names(strategy: Strategy) -> dict[Any, str]:
     return {parameter: name for name, parameter in strategy.module.named_parameters()}
 
 
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-
-
 def _scatter_own(world: World, snapshot: Snapshot | None, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """What this rank had of its own: rank 0 broadcasts replicas, and sends the rest to each rank."""
     by_rank: dict[int, dict[str, Tensor]] = {}
@@ -313,11 +303,11 @@ def _scatter_own(world: World, snapshot: Snapshot | None, state: Mapping[str, An
 
 def _mesh(world: World) -> dict[str, int]:
     """The mesh, and among how many ranks a batch is divided."""
-    return {**dataclasses.asdict(world.mesh), "data_size": world.data.size}
+    return {**asdict(world.mesh), "data_size": world.data.size}
 
 
 def _is_same_mesh(state: Mapping[str, Any], world: World) -> bool:
     """Whether the mesh is the saved one; a run without a mesh had replicas."""
     size = state["world_size"]
-    copies = {**dataclasses.asdict(Mesh(replicate=size)), "data_size": size}
+    copies = {**asdict(Mesh(replicate=size)), "data_size": size}
     return bool(state.get("mesh", copies) == _mesh(world))

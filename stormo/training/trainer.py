@@ -199,7 +199,7 @@ class Trainer:
             backend=layout.backend,
             timeout_s=config.workers.timeout,
             mesh=layout.mesh,
-            data_axes=layout.data_axes,
+            data_axes=layout.spec.data_axes,
             needs_group=layout.is_sharded,
             choose_link=partial(self._choose_link, layout, rank_info, store, device),
         )
@@ -399,25 +399,15 @@ def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Lo
         worker=world.data.rank,
         num_workers=world.data.size,
     )
-    seed, num_draws = config.run.seed, task.num_draws
+    common = share, config.run.seed, task.num_draws, task.augment, world.device
     if plan.loader == "resident":
         assert isinstance(data, TensorData)
-        return ResidentLoader(data, share, seed, num_draws, task.augment, world.device)
+        return ResidentLoader(data, *common)
     num_workers = num_loader_workers(config, world)
     if is_stream(data):
-        return IterableLoader(
-            data,
-            plan.facts.num_train,
-            share,
-            seed,
-            num_draws,
-            task.augment,
-            world.device,
-            min(1, num_workers),
-            make_batch(task),
-            repeat=config.batch.epoch_samples is not None,
-        )
-    return StreamedLoader(data, share, seed, num_draws, task.augment, world.device, num_workers, make_batch(task))
+        repeat = config.batch.epoch_samples is not None
+        return IterableLoader(data, plan.facts.num_train, *common, min(1, num_workers), make_batch(task), repeat=repeat)
+    return StreamedLoader(data, *common, num_workers, make_batch(task))
 
 
 def make_batch(task: Task) -> Collate:

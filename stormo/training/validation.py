@@ -51,12 +51,12 @@ class Validation:
         self._task = task
         self._is_sharded = is_sharded  # then all ranks call the model at once, or none
         self._world = world
-        self._is_stream = is_stream(data)
+        self.is_stream = is_stream(data)  # a set without an index
         self._objects: dict[str, Any] = {}  # metrics with a state, as last returned
         self.num_samples = known_length(data) or 0  # a stream is counted whenever it is read
         self.num_batches = math.ceil(self.num_samples / batch_size)
         self._batches: Iterable[Any]
-        if self._is_stream:
+        if self.is_stream:
             self._batches = round_robin_loader(
                 data, batch_size, world.data.rank, world.data.size, world.device, num_loader_workers, make_batch
             )
@@ -128,11 +128,6 @@ class Validation:
         if isinstance(self._batches, DataLoader):
             shut_down(self._batches)
 
-    @property
-    def is_stream(self) -> bool:
-        """Whether the set has no index."""
-        return self._is_stream
-
     def start(self) -> Any:
         """The first batch of a stream, on every rank; None if it is empty."""
         _, data = next(iter(self._batches), (0, None))
@@ -140,7 +135,7 @@ class Validation:
 
     def _turns(self) -> Iterator[_Turn | None]:
         """This rank's batch of every round, None where the round has none for it."""
-        if self._is_stream:
+        if self.is_stream:
             yield from self._turns_of_stream()
             return
         rank, size = self._world.data.rank, self._world.data.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,28 @@ def test_a_picture_is_drawn(name: str, tmp_path: Path) -> None:
 def test_what_cannot_be_drawn(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *flags, *FLAGS]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_weights_to_start_from_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tensor = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    header = json.dumps(tensor).encode()
+    Path("good.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    Path("cut.safetensors").write_bytes(len(header).to_bytes(8, "little") + header[:9])
+    Path("state.pt").write_bytes(b"torch alone can tell")
+    Path("empty").mkdir()
+    Path("runs/old/checkpoints/step-00000010").mkdir(parents=True)
+    for source in ("good.safetensors", "state.pt", "old"):
+        assert main(["train", "--dry-run", "--init-from", source, *FLAGS]) == 0
+    for source, why in (
+        ("cut.safetensors", "it cannot be read (Error while deserializing header"),
+        ("missing.safetensors", "there is no such file or run"),
+        ("empty", "it has no checkpoint"),
+    ):
+        assert main(["train", "--dry-run", "--init-from", source, *FLAGS]) == 2
+        assert f"--init-from {source} was set, but {why}" in capsys.readouterr().err
 
 
 def test_a_task_that_may_bring_an_optimizer_is_not_said_to_be_stepped_by_another(

@@ -146,7 +146,8 @@ def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch
     assert lines[-1].startswith("Energy: ")
     stored = read_events(whole[0] / "events.jsonl")[0]["explanation"]
     hidden = ("compile ", "graph ", "autotune ")  # what a CPU lacks
-    assert lines[:-3] == [line for line in stored if not line.startswith(hidden)]
+    assert lines[:-4] == [line for line in stored if not line.startswith(hidden)]
+    assert lines[-4] == "run folder: runs/one"
 
 
 def test_verbose_prints_the_whole_plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,26 @@ def test_what_is_for_one_gradient_is_refused(flags: dict[str, Any], said: str) -
     with pytest.raises(SettingError) as refused:
         build(_alone(), task_class=_gan, **FLAGS | flags)  # type: ignore[arg-type]
     assert str(refused.value).startswith(said)
+
+
+class Overflowing(Gan):
+    """From the third step on, the loss of the generator is infinite; that of the critic stays finite for a step."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(25)
+        self.num_calls = 0
+
+    def loss(self, model: nn.Module, batch: Any, optimizer: str = "critic") -> torch.Tensor:
+        self.num_calls += optimizer == "generator"
+        loss = super().loss(model, batch, optimizer)
+        return loss * float("inf") if optimizer == "generator" and self.num_calls > 2 else loss
+
+
+def test_the_loss_of_every_optimizer_is_watched() -> None:
+    usual = steps(build(_alone(), task_class=_gan, **FLAGS), 3)  # type: ignore[arg-type]
+    watched = steps(build(_alone(), task_class=Overflowing, **FLAGS), 3)
+    assert watched[:2] == usual[:2]
+    assert not math.isfinite(watched[2])
 
 
 class Spare(Gan):

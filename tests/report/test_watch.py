@@ -119,6 +119,12 @@ def test_the_command_waits_says_where_and_ends_with_ctrl_c(
     assert "new is shown at http://127.0.0.1:" in out
     assert watch.main(["new", "--runs-folder", str(tmp_path), "--wait", "--host", "0.0.0.0"]) == 0
     assert "open to the network" in capsys.readouterr().out
+    for number, name in enumerate(("older", "newer")):
+        event = {"event": "run_started", "time_unix_s": 1000.0 + number}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert watch.main(["--runs-folder", str(tmp_path)]) == 0
+    assert "newer is shown at http://127.0.0.1:" in capsys.readouterr().out
 
 
 def test_errors_are_one_sentence(served: Served, tmp_path: Path) -> None:
@@ -136,5 +142,7 @@ def test_errors_are_one_sentence(served: Served, tmp_path: Path) -> None:
         watch.main([*place, "--host", "a..b"])
     with pytest.raises(SettingError, match="an empty name was given"):
         watch.main(["", "--wait", "--runs-folder", str(tmp_path)])
+    with pytest.raises(SettingError, match="there is no run in"):
+        watch.main(["--runs-folder", str(tmp_path / "empty")])
     with pytest.raises(SettingError, match="run 'absent' was asked for"):
         watch.main(["absent", "--runs-folder", str(tmp_path)])

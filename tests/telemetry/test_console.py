@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pty
 import re
@@ -209,7 +210,9 @@ def test_every_plain_line_is_flushed_on_its_own() -> None:
 
     stream = Counting()
     PlainConsole(stream).write(started())
-    assert stream.flushed_lengths == (len(EXPLANATION[0]) + 1, len(EXPLANATION[0]) + len(EXPLANATION[1]) + 2)
+    lines = [*EXPLANATION, f"run folder: {started().run_folder}"]
+    assert stream.getvalue().splitlines() == lines
+    assert stream.flushed_lengths == tuple(itertools.accumulate(len(line) + 1 for line in lines))
 
 
 def test_signs_a_plain_stream_cannot_encode_become_plain_ones() -> None:

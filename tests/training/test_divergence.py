@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,9 +244,9 @@ def test_progress_carries_the_trend_and_takes_what_an_older_release_saved() -> N
     for loss in falling(2.3, 0.3, num_steps=50, noise=0.1):
         progress.trend.update(loss, batch_size=9, patience=100)
     again = Progress()
-    again.take(progress.to_json())
+    again.take(asdict(progress))
     assert again == progress
-    now = Progress(step=7, samples_seen=70, samples_trained=90).to_json()
+    now = asdict(Progress(step=7, samples_seen=70, samples_trained=90))
     new = ("trend", "rate_factor", "samples_trained", "calm_steps")
     again = Progress()
     again.take({name: value for name, value in now.items() if name not in new})
@@ -581,7 +581,7 @@ def assemble(world: World, folder: str, task_class: type[Tiny], **flags: Any) ->
 
 def _comparable(parts: Parts) -> dict[str, Any]:
     """Everything that two runs which are one have in common: all but times and how often they were resumed."""
-    progress = parts.state.progress.to_json()
+    progress = asdict(parts.state.progress)
     times = ["train_time_s", "epoch_time_s", "wait_s", "wall_time_s", "peak_memory_bytes", "num_resumes"]
     times += ["samples_trained"]  # in those times
     counted = {name: repr(value) for name, value in progress.items() if name not in times}
@@ -925,7 +925,7 @@ def test_a_record_of_a_rollback_takes_every_sink_back(tmp_path: Path) -> None:
         "checkpoint_saved",
     ]
     assert events[2]["loss"] is None  # JSON knows no such number
-    assert plain.getvalue() == "Diverged at step 7.\n"
+    assert plain.getvalue() == f"run folder: {started.run_folder}\nDiverged at step 7.\n"
     assert "Diverged at step 7." in live.getvalue()
     first, second = sorted((tmp_path / "board").iterdir())
     # A session that starts at step 5: TensorBoard discards what the file before has of it and of later steps.

@@ -609,7 +609,7 @@ def test_energy_of_epochs_too_short_for_the_counters_is_reported_together() -> N
         desk.after(1.5, 300.0)
         watch.pause()
         figures = watch.end_of_epoch()
-        energies.append((figures.energy_j, figures.power_w))
+        energies.append((figures["energy_j"], figures["power_w"]))
     # Two boundaries of 200 W × 0.1 s are more than 5 % of 300 J and of 600 J, and not of 900 J.
     assert energies == [(None, None), (None, None), (900.0, 200.0), (None, None), (None, None)]
-    assert [worker["rank"] for worker in figures.workers] == [0]
+    assert [worker["rank"] for worker in figures["workers"]] == [0]

@@ -332,10 +332,20 @@ def test_a_link_is_stored_with_the_run_and_checked(old_run: Path) -> None:
         read_settings(["--resume", "old"])
 
 
-def test_a_run_that_was_not_tuned_stays_so(old_run: Path) -> None:
-    for before, words, now in (("false", "", False), ("true", "", None), ("false", "--tune-link", True)):
+@pytest.mark.parametrize(("key", "usual"), [("tune_link", None), ("bind", True)])
+def test_a_run_that_was_not_tuned_or_bound_stays_so(old_run: Path, key: str, usual: bool | None) -> None:
+    flag = f"--{key.replace('_', '-')}"
+    for before, words, now in (("false", "", False), ("true", "", usual), ("false", flag, True)):
         file = old_run / "config.toml"
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("tune_link")]
-        text = "\n".join(lines).replace("[workers]\n", f"[workers]\ntune_link = {before}\n")
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(key)]
+        text = "\n".join(lines).replace("[workers]\n", f"[workers]\n{key} = {before}\n")
         file.write_text(text, encoding="utf-8")
-        assert read_settings(["--resume", "old", *words.split()])[0].workers.tune_link is now
+        assert getattr(read_settings(["--resume", "old", *words.split()])[0].workers, key) is now
+
+
+def test_workers_that_are_no_section_are_refused(old_run: Path) -> None:
+    file = old_run / "config.toml"
+    head, rest = file.read_text(encoding="utf-8").split("[workers]\n")
+    file.write_text(f"workers = 3\n{head}{rest[rest.index('[') :]}", encoding="utf-8")
+    with pytest.raises(SettingError, match=r"workers in \S+ was set to 3, but it is a section"):
+        read_settings(["--resume", "old"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def _restored(world: World, path: str, flags: dict[str, Any], options: dict[str,
     _restore(parts, path)
     state = whole_state(parts)
     losses = steps(parts, num)
-    return state, losses, arrays(parts.strategy.module.named_parameters()), parts.state.progress.to_json()
+    return state, losses, arrays(parts.strategy.module.named_parameters()), asdict(parts.state.progress)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 4)])

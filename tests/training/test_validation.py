@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
+from stormo.data.batches import batch_length
 from stormo.distributed.world import World
 from stormo.launch import alone
-from stormo.tasks.task import Task, batch_length
+from stormo.tasks.task import Task
 from stormo.training.validation import Validation
 from tests.tiny_task import Tiny, TinyOptions
 

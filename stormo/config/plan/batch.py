@@ -137,14 +137,14 @@ def num_ghost_batches(num_samples: int, ghost_batch_size: int) -> int:
     return max(1, min(-(-num_samples // ghost_batch_size), num_samples // 2))
 
 
-def norm_text(config: TrainConfig, layout: Layout, step_samples: int, accumulate: int) -> str:
+def norm_text(config: TrainConfig, layout: Layout, first: Stage) -> str:
     """The samples of batch-norm statistics."""
     size = config.batch.ghost_batch_size
     if size is None:
         is_synchronised = config.speed.sync_batch_norm and layout.data_size > 1
         whose = f"all {pluralize(layout.data_size, layout.sharer)}" if is_synchronised else "each worker's own samples"
         return f"statistics over {whose}" + ", micro-batch by micro-batch" * (layout.mesh.pipeline > 1)
-    num_samples = math.ceil(math.ceil(step_samples / layout.data_size) / accumulate / layout.devices_per_worker)
+    num_samples = math.ceil(first.share(layout.data_size) / first.accumulate / layout.devices_per_worker)
     count = num_ghost_batches(num_samples, size)
     low, uneven = divmod(num_samples, count)
     text = f"statistics over ghost batches of at most {size} of each worker's own samples"

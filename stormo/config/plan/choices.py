@@ -246,28 +246,18 @@ def data_text(facts: Facts) -> str:
     return f"; {facts.data}{digest}" if facts.data else ""
 
 
-def largest_step(stages: Sequence[Stage]) -> int:
-    """The most samples of one step."""
-    return max(min(stage.global_batch_size, stage.num_train) for stage in stages)
-
-
-def check_noise(config: TrainConfig, stages: Sequence[Stage]) -> None:
-    """Refuse noise that the batch already has."""
-    small, largest = config.optimizer.gradient_noise_batch, largest_step(stages)
-    if small is not None and largest <= small:
-        raise SettingError(
-            f"--gradient-noise-batch {small} was set",
-            f"the global batch of {largest} is no larger and already has that noise",
-            f"set --gradient-noise-batch below {largest}, or leave it out",
-        )
-
-
 def noise_lines(config: TrainConfig, stages: Sequence[Stage]) -> list[tuple[str, str]]:
-    """A line of the explanation, where noise is added."""
+    """A line of the explanation, where noise is added; refuses noise that the batch already has."""
     optimizer, texts = config.optimizer, list[str]()
     small = optimizer.gradient_noise_batch
     if small is not None:
-        largest = largest_step(stages)
+        largest = max(min(stage.global_batch_size, stage.num_train) for stage in stages)  # samples of one step
+        if largest <= small:
+            raise SettingError(
+                f"--gradient-noise-batch {small} was set",
+                f"the global batch of {largest} is no larger and already has that noise",
+                f"set --gradient-noise-batch below {largest}, or leave it out",
+            )
         sigma = f"σ = {math.sqrt(largest / small - 1):.3g} = √({largest} / {small} - 1)"
         texts.append(f"each sample's gradient × N(1, σ²), {sigma}" + " in the largest batch" * (len(stages) > 1))
     if optimizer.gradient_noise is not None:

@@ -21,7 +21,6 @@ from stormo.config.plan.choices import (
     AUTOTUNE_COST_S,
     AUTOTUNE_SAVES,
     COMPILE_COST_S,
-    check_noise,
     choose_channels_last,
     choose_checkpoints,
     choose_graph,
@@ -164,27 +163,31 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     check_settings(config, layout)
     check_data(config, facts)
     facts = replace(facts, num_train=num_train(config, facts))
-    rescaled = rescale_on_resume(config, layout)
-    resized = resize(rescaled.config, layout, facts)
+    before = config.resumed
+    rescaled, new_rate_text = rescale_on_resume(config, layout)
+    resized = resize(rescaled, layout, facts)
     config = resized.config
     global_batch_size, batch_text = choose_batch(config, layout, facts)
-    batch_text = replace(batch_text, notes=batch_text.notes + rescaled.batch_note(global_batch_size))
+    if before is not None and before.global_batch_size != global_batch_size:
+        batch_text = replace(batch_text, notes=f"{batch_text.notes}; {before.global_batch_size} before")
     if resized.batch_text is not None:
         batch_text = BatchText(resized.batch_text, batch_text.parts if config.batch.batch_size == "auto" else "")
     batch_text = replace(batch_text, notes=batch_text.notes + resized.batch_note)
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     stages = choose_stages(config, layout, facts, global_batch_size)
-    check_noise(config, stages)
+    noise = noise_lines(config, stages)
     if config.command.profile is not None:
         check_profile(config.command.profile, num_steps(stages, config.stop.epochs))
     learning_rate, rate_text = choose_learning_rate(config, global_batch_size)
-    rate_text = resized.rate_text or (rescaled.rate_text or rate_text) + rescaled.rate_note(learning_rate)
+    rate_text = new_rate_text or rate_text
+    if before is not None and before.learning_rate != learning_rate:
+        rate_text += f"; {before.learning_rate:g} before"
+    rate_text = resized.rate_text or rate_text
     has_warmup = config.optimizer.decay != "one-cycle"
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch) if has_warmup else 0
     num_workers = layout.data_size * layout.devices_per_worker
     start = learning_rate * warmup_fraction(config, num_workers, learning_rate)
-    if config.resumed:
-        start = config.resumed.warmup_start
+    start = config.resumed.warmup_start if config.resumed else start
     precision, precision_reason = choose_precision(config, layout)
     seconds = estimate_s(config, layout, facts, precision)
     compiled, compile_reason = pays_off(config.speed.compile, seconds, COMPILE_COST_S, facts.compile_saves, layout)
@@ -196,8 +199,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     averaging, averaging_line = choose_averaging(config, layout, stages, steps_per_epoch)
     loader, loader_reason = choose_loader(config, layout, facts)
     noise_scale, noise_scale_reason = choose_noise_scale(config, layout, stages)
-    share = math.ceil(min(global_batch_size, facts.num_train) / layout.data_size)
-    micro_batch_size = math.ceil(share / config.batch.accumulate)
+    micro_batch_size = math.ceil(stages[0].share(layout.data_size) / config.batch.accumulate)
     micro_batches = choose_micro_batches(config, layout, micro_batch_size)
     last = facts.num_train - (steps_per_epoch - 1) * global_batch_size
     start = start if warmup_steps else learning_rate
@@ -225,7 +227,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         micro_batches=micro_batches,
         noise_scale=noise_scale,
         noise_scale_reason=noise_scale_reason,
-        initial=replace(initial_batch(rescaled.config, layout, facts, found, micro_batch_size), own_rate_factor=None),
+        initial=replace(initial_batch(rescaled, layout, facts, found, micro_batch_size), own_rate_factor=None),
         batch_text=batch_text,
         explanation=(
             *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
@@ -252,11 +254,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
             ("graph", f"{on_off[graph]}: {graph_reason}"),
             ("autotune", f"{on_off[autotune]}: {autotune_reason}"),
             ("data", f"{loader}: {loader_reason}" + data_text(facts)),
-            (
-                "batch norm",
-                norm_text(config, layout, min(global_batch_size, facts.num_train), config.batch.accumulate),
-            ),
-            *noise_lines(config, stages),
+            ("batch norm", norm_text(config, layout, stages[0])),
+            *noise,
             ("noise scale", f"{on_off[noise_scale]}: {noise_scale_reason}"),
             ("stop", stop_text(config, facts)),
             ("checkpoints", checkpoint_text),
@@ -307,7 +306,7 @@ def with_micro_batches(
     lines |= growth_line(config, plan.layout, stages)
     lines["graph"] = f"{'on' if graph else 'off'}: {graph_reason}"
     lines["noise scale"] = f"{'on' if noise_scale else 'off'}: {noise_scale_reason}"
-    lines["batch norm"] = norm_text(config, plan.layout, step_samples, accumulate)
+    lines["batch norm"] = norm_text(config, plan.layout, stages[0])
     return replace(
         found,
         noise_scale=noise_scale,

@@ -25,33 +25,14 @@ _WARMUP = {"warmup_epochs", "warmup_from"}
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}  # of the batch size, by which the learning rate scales
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rescaled:
-    """The settings with batch size and learning rate recomputed for this resume, and the texts on what changed."""
-
-    config: TrainConfig
-    before: ResolvedBatch | None = None  # where either was recomputed
-    rate_text: str | None = None  # replaces the usual text
-
-    def batch_note(self, now: int) -> str:
-        """The batch size before, if it has changed."""
-        before = self.before
-        return "" if before is None or before.global_batch_size == now else f"; {before.global_batch_size} before"
-
-    def rate_note(self, now: float) -> str:
-        """The learning rate before, if it has changed."""
-        before = self.before
-        return "" if before is None or before.learning_rate == now else f"; {before.learning_rate:g} before"
-
-
-def rescale_on_resume(config: TrainConfig, layout: Layout) -> Rescaled:
-    """Recompute batch size and learning rate from changed settings."""
+def rescale_on_resume(config: TrainConfig, layout: Layout) -> tuple[TrainConfig, str | None]:
+    """Recompute batch size and learning rate from changed settings; with a text on the learning rate if it is new."""
     before, changed = config.resumed, {change.key: change for change in config.changed}
     if before is None or not changed:
-        return Rescaled(config=config)
+        return config, None
     becomes_auto = config.batch.batch_size == "auto" and "batch_size" in changed  # the same batch, other micro-batches
     if changed.keys() & (_BATCH - {"batch_size"} if becomes_auto else _BATCH):
-        return Rescaled(config=replace(config, resumed=None), before=before)
+        return replace(config, resumed=None), None
     if "accumulate" in changed:
         before = replace(before, batch_per_pass=None)  # micro-batches may be larger than before
     as_new = replace(config, resumed=None)
@@ -67,7 +48,7 @@ def rescale_on_resume(config: TrainConfig, layout: Layout) -> Rescaled:
         num_workers = before.num_workers or layout.data_size * layout.devices_per_worker
         start = learning_rate * warmup_fraction(as_new, num_workers, learning_rate)
     now = replace(before, learning_rate=learning_rate, warmup_start=start)
-    return Rescaled(config=replace(config, resumed=now), before=before, rate_text=rate_text)
+    return replace(config, resumed=now), rate_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
