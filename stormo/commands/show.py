@@ -19,15 +19,7 @@ from stormo.errors import pluralize
 from stormo.telemetry.environment import job_text
 from stormo.telemetry.events import current_events, read_events, speed_of
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary, to_json
-from stormo.telemetry.runs_folder import (
-    MISSING,
-    RunOverview,
-    align,
-    find_run,
-    flat_config,
-    last_event,
-    overview,
-)
+from stormo.telemetry.runs_folder import MISSING, RunOverview, align, find_run, flat_config, overview
 from stormo.telemetry.text import (
     encodable,
     format_duration,
@@ -53,7 +45,6 @@ class _Run:
     overview: RunOverview
     summary: Mapping[str, Any] | None
     environment: Mapping[str, Any]
-    started: Mapping[str, Any]
     starts: Sequence[Mapping[str, Any]]
     steps: Sequence[Mapping[str, Any]]
     epochs: Sequence[Mapping[str, Any]]
@@ -108,7 +99,6 @@ def _read(folder: RunFolder) -> _Run:
         overview=one,
         summary=read_summary(folder),
         environment=read_environment(folder) or {},
-        started=last_event(events, "run_started"),
         starts=[event for event in events if event["event"] == "run_started"],
         steps=[event for event in events if event["event"] == "step_done"],
         epochs=[event for event in events if event["event"] == "epoch_done"],
@@ -123,7 +113,7 @@ def _as_json(run: _Run) -> dict[str, Any]:
     content: dict[str, Any] = to_json(
         {
             "run": asdict(run.overview),
-            "started": run.started or None,
+            "started": run.starts[-1] if run.starts else None,
             "jobs": [event["job"] for event in run.starts if event.get("job")],
             "environment": run.environment or None,
             "epochs": run.epochs,
@@ -176,8 +166,8 @@ def _last_step(run: _Run) -> str:
 
 
 def _configuration(run: _Run) -> list[str]:
-    flat = flat_config(run.folder.config) if not run.started.get("explanation") else {}
-    lines = list(run.started.get("explanation", ())) or [f"{key} = {value}" for key, value in flat.items()]
+    plan = run.starts[-1].get("explanation") if run.starts else None
+    lines = list(plan or [f"{key} = {value}" for key, value in flat_config(run.folder.config).items()])
     environment = run.environment
     software = [f"{name} {environment[name]}" for name in ("stormo", "torch", "python") if environment.get(name)]
     if software or environment.get("host"):
