@@ -57,8 +57,8 @@ class BilledInterval:
     end_unix_s: float
     step: int
     joules: float
+    sources_j: dict[str, float]  # by source id
     parts_j: dict[str, float]
-    kinds_j: dict[str, float]  # "gpu", "cpu", "dram"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +166,6 @@ def _parts(interval: Interval) -> dict[str, float]:
 
 def _billed(section: Section, number: int, interval: Interval) -> BilledInterval:
     joules = math.fsum(interval.joules.values())
-    kinds_j: dict[str, float] = defaultdict(float)
-    for source_id, drawn_j in interval.joules.items():
-        kinds_j[str(section.sources[source_id]["kind"])] += drawn_j
     return BilledInterval(
         node_id=section.node_id,
         attempt=number,
@@ -176,8 +173,8 @@ def _billed(section: Section, number: int, interval: Interval) -> BilledInterval
         end_unix_s=interval.end_unix_s,
         step=interval.step,
         joules=joules,
+        sources_j=interval.joules,
         parts_j={part: joules * share for part, share in _parts(interval).items()},
-        kinds_j=dict(kinds_j),
     )
 
 
