@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -73,14 +74,9 @@ def run_checks(
         table: where the checks are, as module:name.
         limit_s: the longest that any check may take, where its own limit is longer.
     """
-    groups: list[list[str]] = []
-    for name in names:
-        if groups and (groups[-1][-1], name) == _SHARE_TORCH:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
     found: list[Finding] = []
-    for group in groups:
+    for _, together in itertools.groupby(names, lambda name: "torch" if name in _SHARE_TORCH else name):
+        group = list(together)
         limit = sum(_load(table)[name].limit_s for name in group)
         request = {"table": table, "names": group, "folders": dict(folders or {})}
         found += _run_in_subprocess(request, limit if limit_s is None else min(limit, limit_s))

@@ -38,7 +38,6 @@ _SINGLE_PACKAGES = ("torch", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "t
 _NCCL_FIX = "run again with NCCL_DEBUG=INFO, which says which part fails; see the findings on the GPUs and libraries"
 
 Query = Callable[..., Any]  # an NVML function's name and its arguments after the device
-Packages = Mapping[str, list[tuple[str, str]]]  # version and folder of each installation, by package
 
 
 def check_gpus(machine: Machine) -> Iterator[Finding]:
@@ -260,25 +259,21 @@ def _query(library: Any, function: str, *arguments: Any) -> Any:
         return None
 
 
-def installed_packages() -> Packages:
-    """Every package that Python would find, with each folder it is found in."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for package in importlib.metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", package.metadata["Name"] or "").lower()
-        installation = (package.version, str(Path(str(package.locate_file(""))).resolve()))
-        if installation not in found.setdefault(name, []):
-            found[name].append(installation)
-    return found
+def installations(name: str) -> dict[str, str]:
+    """The versions of a package that Python would find, by their folder."""
+    packages = importlib.metadata.distributions(name=name)
+    return {str(Path(str(package.locate_file(""))).resolve()): package.version for package in packages}
 
 
-def check_libraries(machine: Machine, packages: Callable[[], Packages] = installed_packages) -> Iterator[Finding]:
+def check_libraries(
+    machine: Machine, installed: Callable[[str], Mapping[str, str]] = installations
+) -> Iterator[Finding]:
     """All versions, and which of them do not fit; torch comes last, as its import may hang or crash."""
-    installed = packages()
-    stormo = f"stormo {installed['stormo'][0][0]}" if "stormo" in installed else "stormo from a folder"
+    stormo = next((f"stormo {version}" for version in installed("stormo").values()), "stormo from a folder")
     yield Finding("python", "ok", f"Python {platform.python_version()}, {stormo}")
     for name in _SINGLE_PACKAGES:
-        if len({folder for _, folder in installed.get(name, [])}) > 1:
-            text = " and ".join(f"{version} in {folder}" for version, folder in installed[name])
+        if len(found := installed(name)) > 1:
+            text = " and ".join(f"{version} in {folder}" for folder, version in found.items())
             fix = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
             yield Finding(f"two-{name}", "warning", f"{name} is installed twice: {text}", fix)
     programs = machine.environ.get("PATH", os.defpath)

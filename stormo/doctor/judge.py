@@ -240,12 +240,12 @@ def _judge_inside(links: Sequence[Link], names: Names) -> list[Finding]:
     found = []
     for peers in _by_width(links):
         usual, width = _usual(peers), peers[0].width
-        for link in peers:
-            if _level(link.bytes_per_s, usual) is not None:
-                text = f"moves {_rate(link)} between its {link.width} workers, {_against(link, usual)}"
-                fix = "compare nvidia-smi topo -m and NVLink's state on that node with the others"
-                found.append(_link_finding("inside", "warning", names.node(link.a), text, fix, link))
-        if not any(_level(link.bytes_per_s, usual) for link in peers):
+        slow = [link for link in peers if _level(link.bytes_per_s, usual)]
+        for link in slow:
+            text = f"moves {_rate(link)} between its {link.width} workers, {_against(link, usual)}"
+            fix = "compare nvidia-smi topo -m and NVLink's state on that node with the others"
+            found.append(_link_finding("inside", "warning", names.node(link.a), text, fix, link))
+        if not slow:
             slowest, latency_s = min(link.bytes_per_s for link in peers), max(link.latency_s for link in peers)
             text = f"{format_bytes(slowest)}/s or more between {pluralize(width, 'worker')} of each node, "
             text += f"{time_text(latency_s)} or less"

@@ -47,7 +47,6 @@ class Machine:
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     cores: Callable[[], int] = num_cores
-    interfaces: Callable[[], Mapping[str, Any]] = psutil.net_if_stats  # by name
     memory: Callable[[], Any] = psutil.virtual_memory
     progress: Callable[[str], None] = lambda _: None  # called with what is checked next, which may never answer
 
@@ -103,12 +102,12 @@ def check_network(
     machine: Machine, find: Callable[[str], list[str]] = resolve, name: Callable[[], str] = host_name
 ) -> Iterator[Finding]:
     """Interfaces, InfiniBand, this host's name, and the variables of Gloo and NCCL; nothing is sent."""
-    interfaces = machine.interfaces()
-    yield from _check_interfaces(machine, interfaces)
+    cards = _network_cards(machine)
+    yield from _check_cards(machine, cards)
     ports = _infiniband_ports(machine)
     yield from _check_infiniband(machine, ports)
     yield _check_host_name(find, name())
-    yield from _check_socket_variables(machine, set(interfaces))
+    yield from _check_socket_variables(machine, set(cards))
     has_infiniband = any(port.state == _ACTIVE for port in ports)
     for variable, effect in _SLOWING_VARIABLES.items():
         if machine.environ.get(variable, "0") in ("", "0"):
@@ -124,8 +123,25 @@ def check_network(
         yield Finding("variables", "warning", text, "unset it for real runs")
 
 
-def _check_interfaces(machine: Machine, interfaces: Mapping[str, Any]) -> Iterator[Finding]:
-    up = {name: card for name, card in interfaces.items() if card.isup}
+class _Card(NamedTuple):
+    is_up: bool
+    speed_mbit: int  # 0 where it is not known
+    mtu: int
+
+
+def _network_cards(machine: Machine) -> dict[str, _Card]:
+    """The network interfaces, by name; psutil would ask their drivers, of which some refuse."""
+    found = {}
+    for path in sorted(machine.root.glob("sys/class/net/*/mtu")):
+        folder = path.parent
+        is_up = int(machine.text(f"{folder}/flags") or "0", 16) & 1 and machine.text(f"{folder}/operstate") != "down"
+        speed_mbit = max(machine.number(f"{folder}/speed") or 0, 0)
+        found[folder.name] = _Card(bool(is_up), speed_mbit, machine.number(str(path)) or 0)
+    return found
+
+
+def _check_cards(machine: Machine, cards: Mapping[str, _Card]) -> Iterator[Finding]:
+    up = {name: card for name, card in cards.items() if card.is_up}
     if up.pop("lo", None) is None:
         fix = "bring it up: ip link set lo up; workers of one node connect over it"
         yield Finding("loopback", "error", "the interface lo is not up", fix)
@@ -136,14 +152,14 @@ def _check_interfaces(machine: Machine, interfaces: Mapping[str, Any]) -> Iterat
     if not physical:
         yield Finding("network-card", "note", "no network card is up: only jobs of one node can run")
     for name, card in sorted(physical.items()):
-        speed = f"{card.speed / 1000:g} Gbit/s" if card.speed else "speed unknown"
+        speed = f"{card.speed_mbit / 1000:g} Gbit/s" if card.speed_mbit else "speed unknown"
         text = f"{name}: {speed}, MTU {card.mtu}" + (", default route" if name == default else "")
-        facts = {"card": name, "speed_mbit_per_s": card.speed or None, "mtu": card.mtu}
+        facts = {"card": name, "speed_mbit_per_s": card.speed_mbit or None, "mtu": card.mtu}
         if card.mtu < _SMALLEST_MTU:
             fix = f"raise it: ip link set {name} mtu 1500"
             yield Finding("network-card", "warning", f"{text}: too small", fix, facts=facts)
-        elif 0 < card.speed < _SLOW_MBIT:
-            text += f": at most {card.speed / 8:.0f} MB/s of gradients between nodes"
+        elif 0 < card.speed_mbit < _SLOW_MBIT:
+            text += f": at most {card.speed_mbit / 8:.0f} MB/s of gradients between nodes"
             yield Finding("network-card", "note", text, facts=facts)
         else:
             yield Finding("network-card", "ok", text, facts=facts)

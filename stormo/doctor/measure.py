@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import hashlib
 import ipaddress
 import json
@@ -202,16 +203,21 @@ def _speed(device: torch.device, budget_s: float) -> tuple[float, bool, str]:
 
 def _best_time_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """The shortest time of a call that is repeated for the budget, at least three times."""
+    deadline, times_s = time.perf_counter() + budget_s, list[float]()
+    while len(times_s) < 3 or time.perf_counter() < deadline:
+        times_s.append(_time_s(call, device))
+    return min(times_s)
+
+
+def _time_s(call: Callable[[], object], device: torch.device) -> float:
+    """The time of a call, with what it starts on the device."""
     import torch
 
-    deadline, best_s, count = time.perf_counter() + budget_s, float("inf"), 0
-    while count < 3 or time.perf_counter() < deadline:
-        began = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best_s, count = min(best_s, time.perf_counter() - began), count + 1
-    return max(best_s, 1e-9)
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max(time.perf_counter() - began, 1e-9)
 
 
 def _half(device: torch.device) -> torch.dtype:
@@ -314,26 +320,17 @@ class LinkTimer:
         import torch
 
         small = torch.zeros(2, 1, device=self.device)
-        self._time_s(lambda: step(small[0], small[1]))  # connections are made
-        latency_s = min(self._time_s(lambda: step(small[0], small[1])) for _ in range(_NUM_SMALL))
+        _time_s(lambda: step(small[0], small[1]), self.device)  # connections are made
+        latency_s = min(_time_s(lambda: step(small[0], small[1]), self.device) for _ in range(_NUM_SMALL))
         num_bytes = _FIRST_BYTES
         while True:
             sent, received = torch.zeros(2, num_bytes // 4, device=self.device).unbind()
-            taken_s = agree(self._time_s(lambda sent=sent, received=received: step(sent, received)))  # type: ignore[misc]
+            taken_s = agree(_time_s(functools.partial(step, sent, received), self.device))
             if num_bytes * _GROWTH > self._most_bytes or taken_s * _GROWTH * (1 + _NUM_LARGE) > self._budget_s:
                 break
             num_bytes *= _GROWTH
-        best_s = min(self._time_s(lambda: step(sent, received)) for _ in range(_NUM_LARGE))
+        best_s = min(_time_s(lambda: step(sent, received), self.device) for _ in range(_NUM_LARGE))
         return latency_s, num_bytes / agree(best_s)
-
-    def _time_s(self, call: Callable[[], object]) -> float:
-        import torch
-
-        began = time.perf_counter()
-        call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return max(time.perf_counter() - began, 1e-9)
 
 
 def _shift(sent: Tensor, to: int, received: Tensor, source: int) -> None:
@@ -417,8 +414,7 @@ def own_address(rank_info: RankInfo, environ: Mapping[str, str] | None = None) -
             f"host {rank_info.host} has no such interface (it has {', '.join(sorted(psutil.net_if_addrs()))})",
             "unset it, or name one of these",
         )
-    families = {family: [each.address.partition("%")[0] for each in found if each.family == family] for family in _IP}
-    numbers = [number for family in _IP for number in families[family]]
+    numbers = [each.address.partition("%")[0] for family in _IP for each in found if each.family == family]
     usable = [number for number in numbers if not ipaddress.ip_address(number).is_link_local]
     return next(iter(usable or numbers), LOOPBACK)
 

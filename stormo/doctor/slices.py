@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,16 +22,13 @@ _LIMIT_S = 120.0
 
 def show_slices(open_library: Callable[[], Nvml] = open_nvml, *, as_document: bool = False) -> str:
     """Every GPU: whether it can be cut, into what, whether it is cut now, and the commands."""
-    nvml = _open("--slices", open_library)
-    try:
+    with _opened("--slices", open_library) as nvml:
         gpus = [(gpu, _slices_of(nvml, gpu)) for gpu in nvml.devices()]
         if not gpus:
             raise SettingError("--slices was set", "NVML lists no GPU", "run it on a machine with NVIDIA GPUs")
         if as_document:
             return json.dumps([_as_json(gpu, slices) for gpu, slices in gpus], indent=2) + "\n"
         return "\n".join(_describe(gpu, slices) for gpu, slices in gpus)
-    finally:
-        nvml.close()
 
 
 def cut(
@@ -58,8 +56,7 @@ def cut(
 
 def _chosen(asked: str, count: int, open_library: Callable[[], Nvml]) -> Device:
     """The one GPU that is meant; refuses several, one that cannot be cut and one in use."""
-    nvml = _open(asked, open_library)
-    try:
+    with _opened(asked, open_library) as nvml:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = nvml.devices()
         if setting is not None:
@@ -81,21 +78,16 @@ def _chosen(asked: str, count: int, open_library: Callable[[], Nvml]) -> Device:
         if count and (profiles := gpu.profiles()):
             _choose(asked, profiles, count)  # before anything is undone
         return gpu
-    finally:
-        nvml.close()
 
 
 def _in_mig_mode(asked: str, gpu: Device, open_library: Callable[[], Nvml]) -> list[Profile]:
     """The profiles of the GPU, once MIG mode is really on."""
-    nvml = _open(asked, open_library)
-    try:
+    with _opened(asked, open_library) as nvml:
         found = nvml.find(gpu.uuid)
         if found is None or not found.is_split():
             fix = f"reset it: nvidia-smi -i {gpu.index} --gpu-reset (or reboot), and type the same again"
             raise SettingError(f"{asked} was set", f"GPU {gpu.index} takes MIG mode only at its next reset", fix)
         return found.profiles()
-    finally:
-        nvml.close()
 
 
 def largest(profiles: Sequence[Profile], count: int) -> Profile | None:
@@ -143,10 +135,6 @@ def _destroy(gpu: Device) -> list[Command]:
     return [["nvidia-smi", "mig", "-i", str(gpu.index), flag] for flag in ("-dci", "-dgi")]
 
 
-def _undo(gpu: Device) -> list[Command]:
-    return [*_destroy(gpu), _mode(gpu, on=False)]
-
-
 def _describe(gpu: Device, slices: Sequence[Device]) -> str:
     title = f"GPU {gpu.index} ({gpu.name}): "
     is_split = gpu.is_split()
@@ -175,7 +163,7 @@ def _describe(gpu: Device, slices: Sequence[Device]) -> str:
     elif not slices:
         begin = [] if is_split else [_mode(gpu, on=True)]
         lines.append(f"  cut it into {most}: {_typed([*begin, _create(gpu, plain, most)])}")
-    lines.append(f"  undo it: {_typed(_undo(gpu))}")
+    lines.append(f"  undo it: {_typed([*_destroy(gpu), _mode(gpu, on=False)])}")
     lines.append(
         f"  or: stormo doctor --slices {most or 'N'}, and --slices 0 to undo it; both need root and an idle GPU"
     )
@@ -203,8 +191,13 @@ def _slices_of(nvml: Nvml, gpu: Device) -> list[Device]:
     return [one for one in nvml.instances() if one.parent_uuid == gpu.uuid]
 
 
-def _open(asked: str, open_library: Callable[[], Nvml]) -> Nvml:
+@contextlib.contextmanager
+def _opened(asked: str, open_library: Callable[[], Nvml]) -> Iterator[Nvml]:
     try:
-        return open_library()
+        nvml = open_library()
     except NvmlUnavailableError as error:
         raise SettingError(f"{asked} was set", error.reason, "run it on a machine with NVIDIA GPUs") from None
+    try:
+        yield nvml
+    finally:
+        nvml.close()

@@ -111,8 +111,6 @@ def read_bill(run_folder: Path) -> Bill:
         for section in members:
             for interval in section.intervals:
                 interval.attempt = number
-                kinds = ((str(section.sources[key]["kind"]), joules) for key, joules in interval.sources_j.items())
-                interval.kinds_j = _sums(kinds)
                 by_node[section.node_id].append(interval)
     for own in by_node.values():
         own.sort(key=lambda one: one.begin_unix_s)

@@ -64,7 +64,6 @@ class Interval:
     waiting: float = 0.0  # share of its time spent waiting
     is_lost: bool = False  # recomputed later
     attempt: int = 1
-    kinds_j: dict[str, float] = field(default_factory=dict)  # "gpu", "cpu", "dram"
 
     @property
     def seconds(self) -> float:

@@ -54,8 +54,7 @@ def list_candidates(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> l
     elif asked.plan.layout.spec.cuts_classifier:
         why = "the features that its workers exchange are not forecast"
         raise SettingError(f"--strategy {config.workers.strategy} was set", why, "leave it out to compare strategies")
-    num_nodes, per_node = int(config.workers.num_nodes), len(gpus)
-    rows = _one() if num_nodes * per_node == 1 else _several(num_nodes, per_node)
+    rows = _rows(int(config.workers.num_nodes), len(gpus))
     found = [_candidate(key, fields, config, gpus, facts) for key, fields in rows]
     if not any(_is_same(asked, other) for other in found):
         found.insert(0, asked)
@@ -66,24 +65,19 @@ def list_candidates(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> l
     return unique
 
 
-def _one() -> list[tuple[str, dict[str, Any]]]:
-    plain: dict[str, Any] = {"strategy": "auto", "mesh": None, "zero": None, "offload": False}
-    offload = {**plain, "strategy": "fsdp", "offload": True}
-    return [
-        ("single", plain),
-        ("single, recomputed", {**plain, "checkpoint_activations": True}),
-        ("offload", offload),
-        ("offload, recomputed", {**offload, "checkpoint_activations": True}),
-    ]
-
-
-def _several(num_nodes: int, per_node: int) -> list[tuple[str, dict[str, Any]]]:
-    plain: dict[str, Any] = {"strategy": "auto", "mesh": None, "zero": None, "offload": False}
+def _rows(num_nodes: int, per_node: int) -> list[tuple[str, dict[str, Any]]]:
+    """The key and the settings of each candidate."""
     again = {"checkpoint_activations": True}
 
     def named(strategy: str, **others: Any) -> dict[str, Any]:
-        return {**plain, "strategy": strategy, **others}
+        return {"strategy": strategy, "mesh": None, "zero": None, "offload": False, **others}
 
+    offload = [
+        ("offload", named("fsdp", offload=True)),
+        ("offload, recomputed", named("fsdp", offload=True, **again)),
+    ]
+    if num_nodes * per_node == 1:
+        return [("single", named("auto")), ("single, recomputed", named("auto", **again)), *offload]
     rows = [
         ("ddp", named("ddp")),
         ("ddp, recomputed", named("ddp", **again)),
@@ -91,19 +85,19 @@ def _several(num_nodes: int, per_node: int) -> list[tuple[str, dict[str, Any]]]:
         ("zero2", named("zero2")),
         ("fsdp", named("fsdp")),
         ("fsdp, recomputed", named("fsdp", **again)),
-        ("offload", named("fsdp", offload=True)),
-        ("offload, recomputed", named("fsdp", offload=True, **again)),
+        *offload,
     ]
     if num_nodes == 1:
         return [*rows, ("tensor", named("tensor")), ("pipeline", named("pipeline"))]
-    if per_node > 1:
-        rows += [
-            ("hsdp", named("hsdp")),
-            ("hsdp, recomputed", named("hsdp", **again)),
-            ("tensor", {**plain, "mesh": f"replicate={num_nodes},tensor={per_node}"}),
-        ]
-        return [*rows, ("pipeline", {**plain, "mesh": f"pipeline={num_nodes},shard={per_node}"})]
-    return [*rows, ("pipeline", named("pipeline"))]
+    if per_node == 1:
+        return [*rows, ("pipeline", named("pipeline"))]
+    return [
+        *rows,
+        ("hsdp", named("hsdp")),
+        ("hsdp, recomputed", named("hsdp", **again)),
+        ("tensor", named("auto", mesh=f"replicate={num_nodes},tensor={per_node}")),
+        ("pipeline", named("auto", mesh=f"pipeline={num_nodes},shard={per_node}")),
+    ]
 
 
 def _candidate(

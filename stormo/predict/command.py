@@ -75,10 +75,11 @@ def main(arguments: list[str]) -> int:
         figures = as_json(forecaster.model, found, gpu=gpu, notices=forecaster.notices, advice=advice, command=command)
         write_text(json.dumps(figures, indent=1) + "\n", sys.stdout)
         return 0
+    nodes = f"{pluralize(num_nodes, 'node')} × " if num_nodes > 1 else ""
     lines = report(
         forecaster.model,
         found,
-        title=title_of(config.task, len(gpus), num_nodes, gpus[0].name, forecaster.precision, source),
+        title=f"{config.task} on {nodes}{len(gpus)} × {gpus[0].name} ({source}), {forecaster.precision}",
         memory_bytes=gpus[0].memory_bytes,
         kept_per_sample=forecaster.kept_per_sample,
         notices=forecaster.notices,
@@ -287,9 +288,3 @@ def _candidate(candidate: Candidate, one: Forecast | None) -> dict[str, Any]:
         "largest_batch_size": one.largest_batch,
         "largest_accumulated_pass": one.largest_micro_batch if is_known else None,
     }
-
-
-def title_of(task: str, num_gpus: int, num_nodes: int, name: str, precision: str, source: str) -> str:
-    """The first line: what is forecast, and for which devices."""
-    nodes = f"{pluralize(num_nodes, 'node')} × " if num_nodes > 1 else ""
-    return f"{task} on {nodes}{num_gpus} × {name} ({source}), {precision}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -246,22 +247,18 @@ def fuse_layers(model: nn.Module) -> None:
     """Make stormo's own layers keep what their fused kernels keep, in place."""
     for layer in model.modules():
         if isinstance(layer, NormAct):
-            layer.forward = _Fused(layer)  # type: ignore[method-assign]
+            layer.forward = functools.partial(_fused_forward, layer)  # type: ignore[method-assign]
         elif isinstance(layer, MaxPool2x2):
             layer.forward = _FusedPool.apply  # type: ignore[method-assign, unused-ignore]
 
 
-class _Fused:
-    def __init__(self, layer: NormAct) -> None:
-        self._layer = layer
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
-        """The layer's forward."""
-        layer = self._layer
-        alike = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
-        fused: Any = _FusedNorm.apply
-        y: Tensor = fused(x, residual if alike else None, residual_bias if alike else None, layer.weight, layer.bias)
-        return y if alike else add_residual(y, residual, residual_bias)
+def _fused_forward(
+    layer: NormAct, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None
+) -> Tensor:
+    alike = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
+    fused: Any = _FusedNorm.apply
+    y: Tensor = fused(x, residual if alike else None, residual_bias if alike else None, layer.weight, layer.bias)
+    return y if alike else add_residual(y, residual, residual_bias)
 
 
 class _FusedNorm(torch.autograd.Function):

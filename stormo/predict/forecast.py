@@ -84,7 +84,6 @@ class ParallelSpec:
     pipeline: int = 1
     zero: int = 0
     offload: bool = False
-    recompute: bool = False
     half_bytes: int | None = None  # of a value under autocast
     batch: int = 1  # samples of one worker in one micro-batch
     accumulate: int = 1  # micro-batches of a step
@@ -213,14 +212,11 @@ def forecast(
     most = max(every, key=lambda one: one.total_bytes)
     sizes = [one.largest_batch for one in every if one.largest_batch is not None]
     host = sum(one.host_bytes for one in every) / len(every)
-    return Forecast(
-        terms=most.terms,
+    return replace(
+        most,
         host_bytes=host * spec.workers_per_node,
-        batch=most.batch,
-        limit_bytes=most.limit_bytes,
         largest_batch=min(sizes) if len(sizes) == len(every) else None,
         largest_micro_batch=min(one.largest_micro_batch for one in every),
-        kept_bytes=most.kept_bytes,
     )
 
 

@@ -17,7 +17,7 @@ from stormo.predict.candidates import Candidate
 from stormo.predict.fake_tensors import FakeModel
 from stormo.predict.forecast import Forecast, MemoryCurve, ModelSize, ParallelSpec, Rows, forecast
 from stormo.predict.model import count_model, pipeline_stages, tensor_sharded
-from stormo.predict.tracing import Tracer, UntraceableError, few_samples, forbid_fetching
+from stormo.predict.tracing import PassKind, Tracer, UntraceableError, few_samples, forbid_fetching
 from stormo.system.hardware import Gpu
 from stormo.tasks.task import Task
 
@@ -35,13 +35,15 @@ class Forecaster:
         self.facts = self._facts()
         plain = replace(config, workers=replace(config.workers, strategy="auto", mesh=None, zero=None))
         self.precision, _ = choose_precision(config, resolve_layout(plain, gpus))
+        half = HALF_DTYPES.get(self.precision)
+        self._half_bytes = None if half is None else half.itemsize
         self._fake_model = FakeModel(task, self.precision)
         self.model: ModelSize = count_model(task, self._fake_model, config)
         self.notices += self.model.notices
         if not has_data:
             self._note_unknown("the data are not here; set --task.data-folder, or train once where they can be fetched")
         self._tracer = self._read() if has_data else None
-        self._curves: dict[tuple[bool, bool, bool, int], MemoryCurve | None] = {}  # None: not known
+        self._curves: dict[PassKind, MemoryCurve | None] = {}  # None: not known
         self._validation: Rows = ()
         self._base: int | None = None
         self.kept_per_sample: float | None = None
@@ -111,44 +113,29 @@ class Forecaster:
 
     def smallest(self) -> tuple[ParallelSpec, Forecast] | None:
         """fsdp with recomputed activations and one sample a micro-batch, on two GPUs or more; None if not known."""
-        curve = self._traced(recomputes=True, is_sharded=True, channels_last=False)
+        curve = self._traced(PassKind(recomputes=True, is_sharded=True))
         if curve is None:
             return None
         num_workers = max(2, self.num_gpus * int(self._config.workers.num_nodes))
-        half = HALF_DTYPES.get(self.precision)
-        half_bytes = None if half is None else half.itemsize
-        spec = ParallelSpec(num_workers=num_workers, shard=num_workers, zero=3, half_bytes=half_bytes, recompute=True)
+        spec = ParallelSpec(num_workers=num_workers, shard=num_workers, zero=3, half_bytes=self._half_bytes)
         return spec, forecast(self.model, spec, curve, self._gpu.memory_bytes)
 
     def _curve(self, plan: Plan, candidate: Candidate) -> MemoryCurve | None:
         self._base = self._base or max(1, plan.micro_batch_size)
-        curve = self._traced(
-            recomputes=candidate.config.sharding.checkpoint_activations,
-            is_sharded=plan.layout.zero == 3,
-            channels_last=plan.channels_last,
-            num_parts=plan.layout.mesh.tensor,
-        )
+        layout, recomputes = plan.layout, candidate.config.sharding.checkpoint_activations
+        curve = self._traced(PassKind(recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor))
         if curve is not None and self.kept_per_sample is None:
             self.kept_per_sample = curve.kept_per_sample
             self._validate(plan)
         return curve
 
-    def _traced(
-        self, *, recomputes: bool, is_sharded: bool, channels_last: bool, num_parts: int = 1
-    ) -> MemoryCurve | None:
-        """Each kind of micro-batch once; None where its memory is not known."""
+    def _traced(self, kind: PassKind) -> MemoryCurve | None:
+        """Each kind once; None where its memory is not known."""
         if self._tracer is None or self._base is None:
             return None
-        kind = recomputes, is_sharded, channels_last, num_parts
         if kind not in self._curves:
             try:
-                self._curves[kind] = self._tracer.curve(
-                    self._base,
-                    recomputes=recomputes,
-                    is_sharded=is_sharded,
-                    channels_last=channels_last,
-                    num_parts=num_parts,
-                )
+                self._curves[kind] = self._tracer.curve(self._base, kind)
             except UntraceableError as error:
                 self._curves[kind] = None
                 self._note_unknown(f"the loss cannot be computed on tensors without values ({error})")
@@ -172,7 +159,6 @@ class Forecaster:
             sharded = tensor_sharded(self._task, self._fake_model.model(), mesh.tensor)
         if mesh.pipeline > 1:
             stages = pipeline_stages(self._task, self._fake_model.model(), mesh.pipeline, per_worker)
-        half = HALF_DTYPES.get(self.precision)
         return ParallelSpec(
             num_workers=layout.world_size,
             workers_per_node=layout.workers_per_node,
@@ -181,8 +167,7 @@ class Forecaster:
             pipeline=mesh.pipeline,
             zero=layout.zero,
             offload=sharding.offload,
-            recompute=sharding.checkpoint_activations,
-            half_bytes=None if half is None else half.itemsize,
+            half_bytes=self._half_bytes,
             batch=plan.micro_batch_size,
             accumulate=plan.accumulate,
             micro_batches=plan.micro_batches,

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,15 @@ from stormo.tasks.returned import read_loss
 from stormo.tasks.task import Task
 
 _FEW = 2  # real samples; every batch repeats their rows
+
+
+class PassKind(NamedTuple):
+    """How a micro-batch runs, as far as it changes what the pass holds."""
+
+    recomputes: bool = False
+    is_sharded: bool = False  # by fsdp, which gathers weights in half precision
+    channels_last: bool = False
+    num_parts: int = 1  # workers along tensor
 
 
 class UntraceableError(Exception):
@@ -77,14 +86,9 @@ class Tracer:
         self._on_gpu, self._has_fused = on_gpu, has_fused
         self._shard_modules, self._ghost_batch_size = shard_modules, ghost_batch_size
 
-    def curve(
-        self, size: int, *, recomputes: bool, is_sharded: bool, channels_last: bool, num_parts: int = 1
-    ) -> MemoryCurve:
-        """The memory of a training pass by its samples, traced at a size and at twice that size.
-
-        `num_parts` is the number of workers along tensor.
-        """
-        model = self._built(recomputes=recomputes, is_sharded=is_sharded, is_fused=channels_last, num_parts=num_parts)
+    def curve(self, size: int, kind: PassKind) -> MemoryCurve:
+        """The memory of a training pass by its samples, traced at a size and at twice that size."""
+        model = self._built(kind)
         (rows, kept), (rows_of_twice, kept_of_twice) = (self._traced(model, one) for one in (size, 2 * size))
         return MemoryCurve((size, 2 * size), (rows, rows_of_twice), (kept, kept_of_twice))
 
@@ -96,24 +100,24 @@ class Tracer:
 
     def validation(self, size: int, *, channels_last: bool) -> Rows:
         """Bytes after every operation of a validation batch."""
-        model = self._built(recomputes=False, is_sharded=False, is_fused=channels_last).eval()
+        model = self._built(PassKind(channels_last=channels_last)).eval()
         with self._reasons(), torch.no_grad(), self._tracing(model, size) as (trace, data), self._autocast():
             self._task.metrics(model, data)
         return trace.rows
 
-    def _built(self, *, recomputes: bool, is_sharded: bool, is_fused: bool, num_parts: int = 1) -> nn.Module:
+    def _built(self, kind: PassKind) -> nn.Module:
         model = self._fake_model.model()
-        if num_parts > 1:
+        if kind.num_parts > 1:
             with self._fake_model.fake:
-                keep_tensor_shard(self._task, model, num_parts)
+                keep_tensor_shard(self._task, model, kind.num_parts)
         if self._ghost_batch_size is not None:
             model = convert_ghost_batch_norm(model, self._ghost_batch_size)
-        if self._on_gpu and self._has_fused and is_fused:
+        if self._on_gpu and self._has_fused and kind.channels_last:
             fuse_layers(model)
-        if is_sharded and self._half is not None:  # fully_shard gathers weights in that dtype
+        if kind.is_sharded and self._half is not None:  # fully_shard gathers weights in that dtype
             half = self._half
             self._fake_model.convert(model, lambda tensor: tensor.to(half), of_norms=False)
-        if recomputes:
+        if kind.recomputes:
             recompute(model, units_of(model, self._shard_modules) or [""])
             for layer in model.modules():
                 if isinstance(layer, Recomputed):

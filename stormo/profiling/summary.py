@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,17 @@ def lengths(spans: Sequence[Interval], moments: Intervals) -> list[int]:
             found[number] += min(end, moments[j][1]) - max(begin, moments[j][0])
             j += 1
     return found
+
+
+def finder(spans: Sequence[Interval]) -> Callable[[int], int | None]:
+    """Tells the index of the span that holds a moment; the spans are sorted and disjoint."""
+    begins = [begin for begin, _ in spans]
+
+    def find(moment: int) -> int | None:
+        index = bisect_right(begins, moment) - 1
+        return index if index >= 0 and moment < spans[index][1] else None
+
+    return find
 
 
 STEP = "ProfilerStep#"  # as torch's own tools name a step
@@ -141,13 +152,9 @@ def _parse(events: Iterable[Event], wanted: set[int]) -> _Trace:
 def _on_host(trace: _Trace) -> tuple[list[Interval], dict[str, Intervals]]:
     """Steps and their parts, by the training thread."""
     micro_batches = union(trace.ranges["forward+backward"])
-    begins = [begin for begin, _ in micro_batches]
+    find = finder(micro_batches)
     # Only transfers that a micro-batch started: a vote is always in flight, and nobody waits for it.
-    transfers = union(
-        when
-        for when in trace.gloo
-        if (index := bisect_right(begins, when[0]) - 1) >= 0 and when[0] < micro_batches[index][1]
-    )
+    transfers = union(when for when in trace.gloo if find(when[0]) is not None)
     communicating = [when for name, when in trace.operations if name.startswith("c10d::")]
     working = union(when for name, when in trace.operations if not name.startswith("c10d::"))
     # A micro-batch that does nothing during a transfer waits for it.
@@ -188,13 +195,13 @@ def _device_spans(trace: _Trace) -> list[Interval]:
     The device must be idle when the first step starts, and the host must wait for it after the last.
     """
     host = [when for _, when in trace.steps]
-    begins = [begin for begin, _ in host]
+    find = finder(host)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for kind, name, (begin, end), launch in trace.device:
         launched = trace.launches.get(launch)
-        index = -1 if launched is None else bisect_right(begins, launched) - 1
-        if index < 0 or launched is None or launched >= host[index][1]:
+        index = None if launched is None else find(launched)
+        if index is None:
             continue
         last[index] = max(last.get(index, end), end)
         if kind == "kernel" and not _is_nccl(kind, name):  # copies of later batches come early
@@ -215,12 +222,9 @@ def _is_nccl(kind: str, name: str) -> bool:
 
 
 def _kernel_times(trace: _Trace, spans: Sequence[Interval]) -> list[dict[str, Any]]:
-    times_ns: dict[str, int] = defaultdict(int)
-    calls: dict[str, int] = defaultdict(int)
-    begins = [begin for begin, _ in spans]
+    times_ns, calls, find = Counter[str](), Counter[str](), finder(spans)
     for _, name, (begin, end), _ in trace.device:
-        index = bisect_right(begins, begin) - 1
-        if index >= 0 and begin < spans[index][1]:
+        if find(begin) is not None:
             times_ns[_short(name)] += end - begin
             calls[_short(name)] += 1
     return _most(times_ns, calls)
@@ -228,13 +232,10 @@ def _kernel_times(trace: _Trace, spans: Sequence[Interval]) -> list[dict[str, An
 
 def _operation_times(trace: _Trace, spans: Sequence[Interval]) -> list[dict[str, Any]]:
     """The time of an operation without those that it calls."""
-    times_ns: dict[str, int] = defaultdict(int)
-    calls: dict[str, int] = defaultdict(int)
-    begins = [begin for begin, _ in spans]
+    times_ns, calls, find = Counter[str](), Counter[str](), finder(spans)
     callers: list[tuple[str, int]] = []  # that have not ended, with their end
     for name, (begin, end) in sorted(trace.operations, key=lambda entry: (entry[1][0], -entry[1][1])):
-        index = bisect_right(begins, begin) - 1
-        if index < 0 or begin >= spans[index][1]:
+        if find(begin) is None:
             continue
         while callers and callers[-1][1] <= begin:
             callers.pop()
@@ -246,9 +247,9 @@ def _operation_times(trace: _Trace, spans: Sequence[Interval]) -> list[dict[str,
     return _most(times_ns, calls)
 
 
-def _most(times_ns: Mapping[str, int], calls: Mapping[str, int]) -> list[dict[str, Any]]:
-    names = sorted(times_ns, key=lambda name: -times_ns[name])[:_MOST_OPERATIONS]
-    return [{"name": name, "time_s": _s(times_ns[name]), "calls": calls[name]} for name in names]
+def _most(times_ns: Counter[str], calls: Counter[str]) -> list[dict[str, Any]]:
+    most = times_ns.most_common(_MOST_OPERATIONS)
+    return [{"name": name, "time_s": _s(time_ns), "calls": calls[name]} for name, time_ns in most]
 
 
 def _short(kernel: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stormo.report.charts import Chart, Panel, Series, Stack, Table, make_line, merge_lines
 from stormo.report.history import History, Line, Position
 from stormo.report.training import event_lines
+from stormo.telemetry.text import format_share
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
@@ -190,11 +191,14 @@ def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
     measured: dict[str, dict[int, float]] = {}  # the share of each bin that a node has measured
+    starts = [line for lines in history.nodes.values() for line in lines if line.get("kind") == "start"]
+    kinds = {str(source.get("id")): str(source.get("kind")) for line in starts for source in line.get("sources") or ()}
     for interval in history.bill.intervals if history.bill is not None else ():
         times = interval.begin_unix_s, interval.end_unix_s
         begin, end = (history.clock.running_s(time_unix_s) / bin_s for time_unix_s in times)
         _add_to_bins(measured.setdefault(interval.node_id, {}), end - begin, begin, end)
-        for kind, drawn_j in interval.kinds_j.items():
+        for source_id, drawn_j in interval.sources_j.items():
+            kind = kinds.get(source_id, "other")  # of a start that was written after the nodes were read
             name = _KINDS.get(kind, kind) if by_kind else "all nodes"
             _add_to_bins(joules.setdefault(name, {}), drawn_j, begin, end)
 
@@ -300,5 +304,5 @@ def _ledger_rows(label: str, bill: Bill) -> Iterator[list[str]]:
     parts = [(_PARTS.get(name, name), joules, bill.error_j[name]) for name, joules in bill.parts_j.items()]
     whole = ("all", total_j, bill.total_error_j)
     for name, joules, error_j in [*parts, whole]:
-        share = f"{100 * joules / total_j:.1f} %" if total_j else "n/a"
+        share = format_share(joules / total_j) if total_j else "n/a"
         yield [label, name, f"{joules:,.1f}", f"{joules / 3600:,.3f}", share, f"{error_j:,.1f}"]

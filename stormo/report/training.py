@@ -12,6 +12,7 @@ from stormo.parallel.pipeline.schedules import Span
 from stormo.report.charts import Bar, Chart, Lanes, Panel, Series, Table, make_line, merge_lines
 from stormo.report.history import History, Line, Position
 from stormo.telemetry.events import speed_of
+from stormo.telemetry.text import format_share
 
 _NO_STEP = "No step has been recorded yet."
 _NO_EPOCH = "No epoch is done yet."
@@ -245,9 +246,9 @@ def _idle_text(one: _ScheduleRun) -> str:
     summary = one.summary
     sizes = f"{pluralize(summary['num_stages'], 'stage')} on {pluralize(one.num_workers, 'worker')}"
     return (
-        f"The workers were idle for {_percent(summary['measured_bubble'])} of the time. The schedule "
+        f"The workers were idle for {format_share(summary['measured_bubble'])} of the time. The schedule "
         f"{summary['schedule']} ({sizes}, {pluralize(summary['micro_batches'], 'micro-batch')}) leaves them idle for "
-        f"{_percent(summary['predicted_bubble'])} if all stages take equally long and sending takes no time."
+        f"{format_share(summary['predicted_bubble'])} if all stages take equally long and sending takes no time."
     )
 
 
@@ -298,8 +299,4 @@ def _worker_rows(one: _ScheduleRun) -> Iterator[list[str]]:
         stages = ", ".join(str(stage) for stage in sorted({span.stage for span in own}))
         idle = 1.0 - (forward_s + backward_s) / one.length_s if one.length_s else 0.0
         times = [f"{1e3 * seconds:,.1f} ms" for seconds in (forward_s, backward_s)]
-        yield [one.label, str(worker), stages, *times, _percent(idle)]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+        yield [one.label, str(worker), stages, *times, format_share(idle)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -33,14 +33,26 @@ class Fit:
     """The fitted model; its times are those of a step or, where no batch is known, of one sample a worker."""
 
     mode: str
-    serial_share: Estimate
-    communication_s: Estimate | None  # None where it cannot be separated from the serial share
-    one_worker_s: Estimate
     misfit: float  # the largest deviation of a measured mean from the curve, as a share of it
     degrees: int  # measurements beyond the parameters; 0: it passes through every point and is not tested
     note: str  # what could not be separated, or ""
     coefficients: _Array
     draws: _Array | None  # other coefficients that fit as well, for the intervals
+
+    @property
+    def serial_share(self) -> Estimate:
+        """The share of a step that more workers do not shorten."""
+        return self.follow(lambda one: one[:, 0] / (one[:, 0] + one[:, 1]))
+
+    @property
+    def communication_s(self) -> Estimate | None:
+        """The time for gradients; None where it cannot be separated from the serial share."""
+        return None if self.note else self.follow(lambda one: one[:, 2])
+
+    @property
+    def one_worker_s(self) -> Estimate:
+        """The time of a step of one worker."""
+        return self.follow(lambda one: one[:, 0] + one[:, 1])
 
     def efficiency(self, workers: int, base_workers: int) -> Estimate:
         """Efficiency against the fewest workers that were measured."""
@@ -119,42 +131,20 @@ def fit_model(measurements: Sequence[Measurement], mode: str) -> Fit | str:
     if coefficients[:2].sum() <= _ROUNDING * coefficients.sum():
         return "the times are those of communication alone, which leaves no work to share"
     degrees = len(target) - len(columns)
-    draws = _draws(design, target, coefficients, columns, degrees) if degrees > 0 else None
-    return _fit(mode, measurements, coefficients, draws, columns, degrees, note)
+    return Fit(
+        mode=mode,
+        misfit=_misfit(mode, measurements, coefficients),
+        degrees=degrees,
+        note=note,
+        coefficients=coefficients,
+        draws=_draws(design, target, coefficients, columns, degrees) if degrees > 0 else None,
+    )
 
 
 def _batch(one: Measurement, mode: str) -> float:
     if one.batch is not None:
         return one.batch
     return one.workers if mode == "weak" else 1.0
-
-
-def _fit(
-    mode: str,
-    measurements: Sequence[Measurement],
-    coefficients: _Array,
-    draws: _Array | None,
-    columns: Sequence[int],
-    degrees: int,
-    note: str,
-) -> Fit:
-    made = Fit(
-        mode=mode,
-        serial_share=Estimate(0.0),
-        communication_s=None,
-        one_worker_s=Estimate(0.0),
-        misfit=_misfit(mode, measurements, coefficients),
-        degrees=degrees,
-        note=note,
-        coefficients=coefficients,
-        draws=draws,
-    )
-    return replace(
-        made,
-        serial_share=made.follow(lambda one: one[:, 0] / (one[:, 0] + one[:, 1])),
-        communication_s=made.follow(lambda one: one[:, 2]) if 2 in columns else None,
-        one_worker_s=made.follow(lambda one: one[:, 0] + one[:, 1]),
-    )
 
 
 def _non_negative(design: _Array, target: _Array) -> _Array:

@@ -186,10 +186,7 @@ def _newest(events: Sequence[_Event]) -> _Progress | None:
 def _energy_reason(summary: _Event) -> str:
     if summary.get("energy_j"):
         return "the epochs are too short for the counters: set more --epochs"
-    found = summary.get("energy_reasons") or ()
-    items = found.values() if isinstance(found, Mapping) else [found] if isinstance(found, str) else found
-    texts = [str(item.get("reason", item)) if isinstance(item, Mapping) else str(item) for item in items]
-    return "; ".join(dict.fromkeys(texts)) or "the runs recorded none"
+    return "; ".join(dict.fromkeys(summary.get("energy_reasons") or ())) or "the runs recorded none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

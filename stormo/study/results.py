@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stormo.report.charts import COLOURS
 from stormo.study.curve import Curve, Estimate
 from stormo.study.fit import Fit
 from stormo.study.report_text import LOSSES, paragraph
@@ -28,13 +29,7 @@ _PLOTS = {
     "time_to_target_s": ("time to the target (s)", 1.0),
     "energy_to_target_j": ("energy to the target (J)", 1.0),
 }
-_COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#E69F00",
-    "#CC79A7",
-)  # Okabe and Ito's
+_COLOURS = COLOURS["light"]
 _CURVE_POINTS = 100
 
 Result = tuple[Curve, Fit | str]

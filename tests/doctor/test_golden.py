@@ -17,11 +17,13 @@ from stormo.doctor.machine import Machine, Speed
 from stormo.system.hardware import Gpu
 from tests.doctor.machines import write
 from tests.doctor.test_gpus import GOOD, PACKAGES, Driver, cards
-from tests.doctor.test_machine import LOOPBACK, card, port
+from tests.doctor.test_machine import card, port
 from tests.golden import check_golden
 
 GB = 10**9
 FILES: dict[str, object] = {
+    **card("lo", -1, 65536, "0x9", "unknown"),
+    **card("eth0", 10_000, 1500),
     **port("mlx5_0"),
     **port("mlx5_1", "1: DOWN"),
     "dev/infiniband/uverbs0": "",
@@ -49,12 +51,11 @@ def _findings(root: Path) -> list[Finding]:
         ),
         limit=lambda _: (-1, -1),
         cores=lambda: 64,
-        interfaces=lambda: {"lo": LOOPBACK, "eth0": card(10_000, 1500)},
         memory=lambda: SimpleNamespace(total=512 * GB, available=480 * GB),
     )
     groups = {
         "devices": gpus.check_gpus(made_up),
-        "libraries": gpus.check_libraries(made_up, lambda: PACKAGES),
+        "libraries": gpus.check_libraries(made_up, lambda name: PACKAGES.get(name, {})),
         "backends": gpus.check_backends(made_up, lambda _: None),
         "network": machine.check_network(made_up, lambda _: ["10.0.0.7"], lambda: "node7"),
         "limits": machine.check_limits(made_up),

@@ -211,17 +211,19 @@ GOOD: dict[str, Any] = {
     "cuda_error": None,
     "libraries": {"libnccl": "/env/nvidia/nccl/lib/libnccl.so.2"},
 }
-PACKAGES = {"torch": [("2.11.0", "/env")], "stormo": [("0.1.0", "/env")]}
+PACKAGES = {"torch": {"/env": "2.11.0"}, "stormo": {"/env": "0.1.0"}}
 
 
-def check_libraries(facts: dict[str, Any], packages: gpus.Packages = PACKAGES, **environ: str) -> list[Finding]:
+def check_libraries(
+    facts: dict[str, Any], packages: dict[str, dict[str, str]] = PACKAGES, **environ: str
+) -> list[Finding]:
     machine = Machine(
         root=Path("/nowhere"),
         environ={"PATH": "/usr/bin:/bin", "CC": "cc"} | environ,
         gpus=lambda: [Gpu(name="NVIDIA H200", memory_bytes=1, capability=(9, 0))],
         torch=lambda: facts,
     )
-    return list(gpus.check_libraries(machine, lambda: packages))
+    return list(gpus.check_libraries(machine, lambda name: packages.get(name, {})))
 
 
 def test_versions_that_fit() -> None:
@@ -248,7 +250,7 @@ def test_versions_that_do_not_fit(changes: dict[str, Any], expected: tuple[str, 
 
 
 def test_a_package_that_is_installed_twice() -> None:
-    found = check_libraries(GOOD, PACKAGES | {"torch": [("2.11.0", "/env"), ("2.4.0", "/home/me/.local")]})
+    found = check_libraries(GOOD, PACKAGES | {"torch": {"/env": "2.11.0", "/home/me/.local": "2.4.0"}})
     assert bad(found) == [("two-torch", "warning")]
     assert any("2.11.0 in /env and 2.4.0 in /home/me/.local" in one.text for one in found)
 

@@ -254,12 +254,11 @@ def test_a_runs_folder_that_is_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"{tmp_path / 'not'} is no folder" in check_folders(tmp_path)[0].text
 
 
-LOOPBACK = SimpleNamespace(isup=True, speed=0, mtu=65536)
-FAST_CARD = SimpleNamespace(isup=True, speed=100_000, mtu=9000)
-
-
-def card(speed: int, mtu: int, *, is_up: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(isup=is_up, speed=speed, mtu=mtu)
+def card(
+    name: str, speed: int = 100_000, mtu: int = 9000, flags: str = "0x1003", state: str = "up"
+) -> dict[str, object]:
+    at = f"sys/class/net/{name}"
+    return {f"{at}/speed": speed, f"{at}/mtu": mtu, f"{at}/flags": flags, f"{at}/operstate": state}
 
 
 def port(name: str, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)") -> dict[str, object]:
@@ -269,17 +268,15 @@ def port(name: str, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A healthy machine, whose default route is over eth0."""
+    """A healthy machine with one card and the loopback interface."""
+    write(tmp_path, card("lo", -1, 65536, "0x9", "unknown") | card("eth0"))
     header = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT"
     write(tmp_path, {"proc/net/route": f"{header}\neth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0"})
     return tmp_path
 
 
-def check_at(
-    root: Path, number: str = "10.0.0.7", cards: dict[str, SimpleNamespace] | None = None, **environ: str
-) -> list[Finding]:
-    interfaces = {"lo": LOOPBACK, "eth0": FAST_CARD, **(cards or {})}
-    machine = Machine(root=root, environ=environ, interfaces=lambda: interfaces)
+def check_at(root: Path, number: str = "10.0.0.7", **environ: str) -> list[Finding]:
+    machine = Machine(root=root, environ=environ)
     return list(check_network(machine, lambda _: [number], lambda: "node7"))
 
 
@@ -290,29 +287,29 @@ def test_a_healthy_network(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cards", "expected", "text"),
+    ("files", "expected", "text"),
     [
-        ({"eth0": card(1000, 1500)}, ("network-card", "note"), "at most 125 MB/s of gradients"),
-        ({"eth0": card(100_000, 576)}, ("network-card", "warning"), "too small"),
-        ({"eth0": card(0, 1500, is_up=False)}, ("network-card", "note"), "no network card is up"),
-        ({"lo": card(0, 65536, is_up=False)}, ("loopback", "error"), "lo is not up"),
+        (card("eth0", 1000, 1500), ("network-card", "note"), "at most 125 MB/s of gradients"),
+        (card("eth0", 100_000, 576), ("network-card", "warning"), "too small"),
+        (card("eth0", -1, 1500, "0x1002", "down"), ("network-card", "note"), "no network card is up"),
+        (card("lo", -1, 65536, "0x8", "down"), ("loopback", "error"), "lo is not up"),
     ],
 )
-def test_a_bad_network(root: Path, cards: dict[str, SimpleNamespace], expected: tuple[str, str], text: str) -> None:
-    found = check_at(root, cards=cards)
+def test_a_bad_network(root: Path, files: dict[str, object], expected: tuple[str, str], text: str) -> None:
+    write(root, files)
+    found = check_at(root)
     assert bad(found) == [expected]
     assert any(text in one.text for one in found if one.level != "ok")
 
 
 def test_virtual_cards_are_left_out_unless_there_is_nothing_else(root: Path) -> None:
+    write(root, card("docker0", 10_000, 1500))
     (root / "sys/devices/virtual/net/docker0").mkdir(parents=True)
-    cards = {"docker0": card(10_000, 1500)}
-    assert [one.text for one in check_at(root, cards=cards) if one.check == "network-card"] == [
+    assert [one.text for one in check_at(root) if one.check == "network-card"] == [
         "eth0: 100 Gbit/s, MTU 9000, default route"
     ]
-    cards["eth0"] = card(100_000, 9000, is_up=False)
-    found = check_at(root, cards=cards)
-    assert [one.facts["card"] for one in found if one.check == "network-card"] == ["docker0"]
+    write(root, card("eth0", flags="0x1002"))
+    assert [one.facts["card"] for one in check_at(root) if one.check == "network-card"] == ["docker0"]
 
 
 @pytest.mark.parametrize(
@@ -346,8 +343,7 @@ def test_the_hosts_own_name(root: Path) -> None:
     def unknown(name: str) -> list[str]:
         raise SettingError(name, "there is none", "x")
 
-    machine = Machine(root=root, environ={}, interfaces=lambda: {"lo": LOOPBACK, "eth0": FAST_CARD})
-    found = list(check_network(machine, unknown, lambda: "node7"))
+    found = list(check_network(Machine(root=root, environ={}), unknown, lambda: "node7"))
     assert "node7, has no address" in found[-1].text
     assert bad(found) == [("host-name", "warning")]
 

@@ -21,7 +21,7 @@ from stormo.predict.fake_tensors import FakeModel
 from stormo.predict.forecast import GIB, ParallelSpec, forecast
 from stormo.predict.forecaster import Forecaster
 from stormo.predict.model import count_model, tensor_sharded
-from stormo.predict.tracing import Tracer, few_samples
+from stormo.predict.tracing import PassKind, Tracer, few_samples
 from stormo.system.hardware import KNOWN_GPUS
 from stormo.tasks.language_model import Size
 from tests.tiny_run import build
@@ -57,7 +57,7 @@ def test_a_rank_holds_what_is_forecast_and_not_much_less(flags: dict[str, Any], 
     tracer = Tracer(task, fake_model, few_samples(task), "fp32", on_gpu=False)
     if spec.tensor > 1:
         spec = replace(spec, tensor_sharded=tensor_sharded(task, fake_model.model(), spec.tensor))
-    curve = tracer.curve(SAMPLES, recomputes=False, is_sharded=False, channels_last=False, num_parts=spec.tensor)
+    curve = tracer.curve(SAMPLES, PassKind(num_parts=spec.tensor))
     found = forecast(model, spec, curve, GIB)
     predicted = found.allocated_bytes - found.terms["workspace"]
     seen = simulated(flags)

@@ -14,7 +14,7 @@ from stormo.layers.norm_act import NormAct
 from stormo.parallel.units import recompute, units_of
 from stormo.predict.fake_tensors import FakeModel, MemoryTrace
 from stormo.predict.forecast import Load
-from stormo.predict.tracing import Tracer, UntraceableError, few_samples, forbid_fetching
+from stormo.predict.tracing import PassKind, Tracer, UntraceableError, few_samples, forbid_fetching
 from stormo.tasks.language_model import LanguageModel, LanguageModelOptions, Size
 from stormo.tasks.task import NoOptions, Task
 from tests.tiny_task import Tiny, TinyOptions
@@ -82,7 +82,7 @@ def make(name: str) -> Task:
 def test_a_pass_without_memory_holds_what_a_pass_on_a_cpu_holds(name: str, recomputes: bool, precision: str) -> None:
     task = make(name)
     tracer = Tracer(task, FakeModel(task, precision), few_samples(task), precision, on_gpu=False)
-    curve = tracer.curve(SIZE, recomputes=recomputes, is_sharded=False, channels_last=False)
+    curve = tracer.curve(SIZE, PassKind(recomputes=recomputes))
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     model = task.model().to(torch.get_default_dtype())
     if recomputes:
@@ -117,7 +117,7 @@ def test_what_is_kept_is_what_autograd_saves() -> None:
     others = [loss, *tensors_in(data)]  # alive as well when backward begins
     seen |= {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in others}
     kept = sum(storage.nbytes() for key, storage in seen.items() if key not in weights)
-    curve = tracer.curve(SIZE, recomputes=False, is_sharded=False, channels_last=False)
+    curve = tracer.curve(SIZE, PassKind())
     assert curve.kept_at(SIZE) == kept
 
 
@@ -125,8 +125,8 @@ def test_copies_of_weights_and_bytes_at_a_size_that_was_not_counted_are_those_th
     task = make("words")
     tracer = Tracer(task, FakeModel(task, "bf16"), few_samples(task), "bf16")
     weights = [layer.weight for layer in task.model().modules() if isinstance(layer, nn.Linear)]
-    few = tracer.curve(4, recomputes=False, is_sharded=False, channels_last=False)
-    many = tracer.curve(40, recomputes=False, is_sharded=False, channels_last=False)
+    few = tracer.curve(4, PassKind())
+    many = tracer.curve(40, PassKind())
     assert max(casts for _, casts, _ in few.rows[0]) == 2 * sum(weight.numel() for weight in weights)
     load = Load(gradient_bytes=max(row[2] for row in many.rows[0]))
     assert few.peak(40, load) == many.peak(40, load)
@@ -138,18 +138,14 @@ def test_a_gpu_keeps_no_scores_of_attention_and_computes_norms_in_full_precision
     task = make("words")
     batch = few_samples(task)
     on_gpu, on_cpu = (
-        Tracer(task, FakeModel(task, "bf16"), batch, "bf16", on_gpu=on_gpu).curve(
-            SIZE, recomputes=False, is_sharded=True, channels_last=False
-        )
+        Tracer(task, FakeModel(task, "bf16"), batch, "bf16", on_gpu=on_gpu).curve(SIZE, PassKind(is_sharded=True))
         for on_gpu in (True, False)
     )
     # Of every norm a copy of its input in float32, and its output, which a CPU leaves in bf16.
     assert on_gpu.kept[0] > on_cpu.kept[0]
     dropped = words(dropout=0.1)
     scores, none = (
-        Tracer(dropped, FakeModel(dropped, "fp32"), batch, "fp32", on_gpu=on_gpu).curve(
-            SIZE, recomputes=False, is_sharded=False, channels_last=False
-        )
+        Tracer(dropped, FakeModel(dropped, "fp32"), batch, "fp32", on_gpu=on_gpu).curve(SIZE, PassKind())
         for on_gpu in (False, True)
     )
     num_scores = 2 * SIZE * 4 * 16 * 16  # layers × samples × heads × length × length
@@ -175,7 +171,7 @@ class Mean(nn.Module):
 def test_a_fused_norm_copies_a_gradient_that_is_not_in_rows_of_channels() -> None:
     task = Pooled(NoOptions())
     tracer = Tracer(task, FakeModel(task, "fp32"), few_samples(task), "fp32")
-    fused = tracer.curve(SIZE, recomputes=False, is_sharded=False, channels_last=True)
+    fused = tracer.curve(SIZE, PassKind(channels_last=True))
     activation = 4 * SIZE * 4 * 8 * 8
     # Its input is kept; at the worst moment there are the gradient of its output, the copy, and that of its input.
     most = max(other for other, _, _ in fused.rows[0])
@@ -186,4 +182,4 @@ def test_a_loss_that_reads_values_is_not_known() -> None:
     task = ReadsValues(NoOptions())
     tracer = Tracer(task, FakeModel(task, "fp32"), few_samples(task), "fp32")
     with pytest.raises(UntraceableError, match="depends on values, as with a mask"):
-        tracer.curve(2, recomputes=False, is_sharded=False, channels_last=False)
+        tracer.curve(2, PassKind())
