@@ -27,7 +27,7 @@ class Clothes(Dataset):
     """A noisy image, how noisy it is, and the noise in it."""
 
     def __init__(self, split, num_images):
-        self.images = read(find_or_fetch(None), split).images[:num_images]
+        self.images = read(find_or_fetch(None), split)[0][:num_images]
 
     def __len__(self):
         return len(self.images)

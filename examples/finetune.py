@@ -41,12 +41,12 @@ class Finetune(stormo.Task):
         return resnet50.ResNet(width, depths, num_classes=10)
 
     def train_data(self):
-        arrays = read(find_or_fetch(None), "train")
-        return TensorData(arrays.images[: self.options.num_images], arrays.labels[: self.options.num_images])
+        images, labels = read(find_or_fetch(None), "train")
+        return TensorData(images[: self.options.num_images], labels[: self.options.num_images])
 
     def validation_data(self):
-        arrays = read(find_or_fetch(None), "validation")
-        return TensorData(arrays.images[:1000], arrays.labels[:1000])
+        images, labels = read(find_or_fetch(None), "validation")
+        return TensorData(images[:1000], labels[:1000])
 
     def _scores(self, model, images):
         """Grey images of 28 pixels, as the network knows images."""

@@ -25,7 +25,7 @@ class Clothes(Dataset):
     """Images in [-1, 1], each with the noise that a generated one is made of."""
 
     def __init__(self, split, num_images):
-        self.images = read(find_or_fetch(None), split).images[:num_images]
+        self.images = read(find_or_fetch(None), split)[0][:num_images]
 
     def __len__(self):
         return len(self.images)

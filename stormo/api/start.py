@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -66,6 +67,7 @@ def train(task: str | Task | type[Task] | None = None, **settings: Unpack[TrainS
     finally:
         if not folder.is_run:  # it never began
             (folder.path / CELL_FILE).unlink(missing_ok=True)
+            shutil.rmtree(folder.path / "__pycache__", ignore_errors=True)  # of that file
             with contextlib.suppress(OSError):
                 folder.path.rmdir()
     return Run(folder)

@@ -16,7 +16,7 @@ from stormo.checkpoint.reader import Reader, ReadItem
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, weights_digest
 from stormo.checkpoint.writer import Chunk, whole_chunk
 from stormo.distributed.world import World
-from stormo.errors import StormoError, pluralize
+from stormo.errors import EXIT_USAGE, StormoError, pluralize
 from stormo.parallel.base import Strategy
 from stormo.parallel.parameter_shards import ParameterShard
 from stormo.parallel.weight_average import EMA, WeightAverage
@@ -40,6 +40,8 @@ class OptimizerStateError(StormoError):
 
 class ModelMismatchError(StormoError):
     """The checkpoint is of another model."""
+
+    exit_code = EXIT_USAGE
 
 
 # Optimizer state. Names are `parameter|key` for a tensor, `parameter|key=number` and `parameter|key=none` for a Python

@@ -210,10 +210,19 @@ def _kinds(group: Group) -> list[str]:
 def _load_group(
     prefix: str, group: Group, saved: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], path: str
 ) -> None:
+    tensors = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
+    own = group.model.state_dict()
+    for name, tensor in tensors.items():
+        here = own.get(name)
+        if isinstance(here, Tensor) and here.dtype != tensor.dtype:  # the optimizer's state would not fit
+            there, mine = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, here.dtype))
+            raise SettingError(
+                f"{path} was to be loaded",
+                f"{name} is of type {there} there and of type {mine} in the model",
+                f"load it into a model of type {there}",
+            )
     try:
-        tensors = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
         if group.is_sharded:
-            own = group.model.state_dict()
             tensors = {name: like(tensor, own.get(name)) for name, tensor in tensors.items()}
         group.model.load_state_dict(tensors | saved["model"])
     except RuntimeError as error:

@@ -11,6 +11,7 @@ import netrc
 import os
 import queue
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from stormo.telemetry.runs_folder import flat, flat_config
 from stormo.telemetry.tensorboard import scalars_of
 
 GROUP = "stormo.sinks"
+_LONGEST_CONNECT_S = 10.0
 _LONGEST_END_S = 120.0  # that a tool may take for what it has not sent when the run ends
 _PROJECT = "stormo"  # of MLflow and W&B, where their variables name none
 _MOST_PARAMS = 100  # of one call of MLflow
@@ -68,6 +70,7 @@ class MlflowTracker:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
+        _require_server(os.environ.get("MLFLOW_TRACKING_URI", ""))
         self._client, self._folder = MlflowClient(), run.folder
         if run.id is not None:
             self._client.update_run(run.id, status="RUNNING")
@@ -112,6 +115,20 @@ class MlflowTracker:
                 self._client.set_tag(self._id, f"stormo.{name}", value)
         states = {"error": "FAILED", "divergence": "FAILED", "signal": "KILLED"}
         self._client.set_terminated(self._id, states.get(str(summary.get("stopped_by", "error")), "FINISHED"))
+
+
+def _require_server(uri: str) -> None:
+    """Fail at once where no server listens: MLflow itself would try for minutes."""
+    from urllib.request import getproxies
+
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https") or parts.scheme in getproxies():
+        return
+    try:
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        socket.create_connection((parts.hostname or "", port), _LONGEST_CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"{uri} does not answer: {error}") from error
 
 
 def mlflow_name(name: str) -> str:

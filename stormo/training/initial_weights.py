@@ -83,7 +83,7 @@ def load_initial(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
     model.load_state_dict({name: weights[name] for name in taken}, strict=False)
     others = {
         "not in it": [name for name in own if name not in weights],
-        "of another shape": [name for name in shared if name not in set(taken)],
+        "of another shape or type": [name for name in shared if name not in set(taken)],
         "left over": [name for name in weights if name not in own],
     }
     text = f"--init-from {source}: {len(taken)} of the model's {pluralize(len(own), 'tensor')} were taken"
@@ -91,7 +91,8 @@ def load_initial(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
 
 
 def _fits(given: Tensor, own: Tensor) -> bool:
-    return given.shape == own.shape and given.is_complex() == own.is_complex()
+    kinds = [(tensor.shape, tensor.is_floating_point(), tensor.is_complex()) for tensor in (given, own)]
+    return kinds[0] == kinds[1]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import logging
 import math
@@ -120,7 +121,9 @@ def _explain(model: nn.Module, kind: str, exporter: str) -> Iterator[None]:
 
 def _write_torch(program: ExportedProgram, file: Path) -> _Call:
     program.example_inputs = None  # they are samples of the user's data
-    torch.export.save(program, file)
+    buffer = io.BytesIO()  # torch ends the process where it cannot write a file
+    torch.export.save(program, buffer)
+    file.write_bytes(buffer.getbuffer())
     module = torch.export.load(file).module()
     return lambda args: tree_tensors(module(*args[0], **args[1]))
 

@@ -16,6 +16,8 @@ from stormo.parallel.weight_average import EMA
 from stormo.tasks.returned import check_model
 from stormo.tasks.task import Task
 
+_AS_TRAINED = "leave out --task options that change the model, or take the task as it was trained"
+
 
 def read_weights(path: Path) -> tuple[int, dict[str, Tensor]]:
     """The step of a checkpoint, and its weights and buffers, verified; the error names a good checkpoint beside it.
@@ -50,13 +52,13 @@ def make_trained(task: Task, weights: Mapping[str, Tensor], path: str, precision
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     for name in sorted(own.keys() | weights.keys()):
         if name not in weights:
-            raise ModelMismatchError(f"The checkpoint {path} has no {name}, which the model has.")
+            raise ModelMismatchError(f"The checkpoint {path} has no {name}, which the model has; {_AS_TRAINED}.")
         if name not in own:
-            raise ModelMismatchError(f"The checkpoint {path} has {name}, which the model lacks.")
+            raise ModelMismatchError(f"The checkpoint {path} has {name}, which the model lacks; {_AS_TRAINED}.")
         here, there = tuple(own[name].shape), tuple(weights[name].shape)
         if here != there:
             raise ModelMismatchError(
-                f"{name} of the checkpoint {path} has the shape {there}, that of the model {here}."
+                f"{name} of the checkpoint {path} has the shape {there}, that of the model {here}; {_AS_TRAINED}."
             )
     if precision == "fp64":
         model = model.double()

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def _whole(folder: Path, optimizer: str, seed: int) -> Path:
         | {f"0/random/{name}": tensor for name, tensor in random_tensors.items()},
         state={
             **{"world_size": 5, "random": [random_values], "scaler": {}, "noise_scale": None},
-            "progress": Progress(step=seed).to_json(),
+            "progress": asdict(Progress(step=seed)),
         },
     )
     return checkpoint.save(folder, snapshot, RetentionPolicy(step=seed, identity="", keep_last=1)).path

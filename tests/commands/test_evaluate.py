@@ -104,8 +104,8 @@ def test_an_option_of_the_task_changes_the_data(capsys: pytest.CaptureFixture[st
         (["ddp", "--base-lr", "1"], EXIT_USAGE, "option '--base-lr' was asked for"),
         (["ddp", "--task.depth", "1"], EXIT_USAGE, "option '--task.depth' was asked for"),
         (["ddp", "--checkpoint", "runs/ddp"], EXIT_USAGE, "that folder is no checkpoint"),
-        (["ddp", "--task.width", "8"], 1, "has the shape (16,), that of the model (8,)"),
-        (["ddp", "--no-task.norm"], 1, "has 1.bias, which the model lacks"),
+        (["ddp", "--task.width", "8"], 2, "has the shape (16,), that of the model (8,); leave out --task options"),
+        (["ddp", "--no-task.norm"], 2, "has 1.bias, which the model lacks"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

@@ -145,7 +145,6 @@ def test_what_cannot_be_moved_is_named_by_its_place(batch: Any, place: str, kind
 )
 def test_samples_are_counted(batch: Any, length: int) -> None:
     assert batch_length(batch) == length
-    assert task.batch_length(batch) == length
 
 
 def test_a_batch_without_rows_cannot_be_counted() -> None:

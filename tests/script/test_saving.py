@@ -223,6 +223,16 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         world.load(tmp_path)
 
 
+def test_a_checkpoint_of_another_type_of_numbers_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    world = world_of(_one())
+    model, optimizer = make()
+    world.wrap(model.bfloat16(), optimizer)
+    _loader = world.loader(DataLoader(data(), batch_size=8))
+    with pytest.raises(SettingError, match=r"is of type float\d\d there and of type bfloat16 in the model; load"):
+        world.load(tmp_path)
+
+
 def test_loading_before_wrapping_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     world = world_of(_one())

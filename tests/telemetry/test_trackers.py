@@ -149,6 +149,16 @@ def test_one_that_exits_costs_a_warning_too() -> None:
     assert notice.text == "lab failed and gets no more of this run, which continues (SystemExit: 7)."
 
 
+def test_an_mlflow_server_that_is_not_there_fails_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    run = trackers.TrackedRun(name="a", task="a", folder=tmp_path, settings={}, resumed_at_step=None, id=None)
+    with pytest.raises(ConnectionError, match=r"http://127.0.0.1:9 does not answer: .*Connection refused"):
+        trackers.MlflowTracker().start(run)
+
+
 def test_metrics_whose_names_mlflow_refuses_are_renamed() -> None:
     names = ["validation/acc@1 (%)", "f1/a-b_c.d: e"]
     assert [trackers.mlflow_name(name) for name in names] == ["validation/acc_1 ___", "f1/a-b_c.d: e"]

@@ -62,8 +62,8 @@ def test_what_does_not_fit_is_named_and_left_alone(weights: dict[str, torch.Tens
     model = _model()
     before = model[2].weight.detach().clone()  # type: ignore[index]
     assert load_initial(model, weights, "F") == (
-        "--init-from F: 6 of the model's 9 tensors were taken; 1 not in it (0.bias); 2 of another shape (2.weight, "
-        "2.bias); 1 left over (old.weight)."
+        "--init-from F: 6 of the model's 9 tensors were taken; 1 not in it (0.bias); 2 of another shape or type "
+        "(2.weight, 2.bias); 1 left over (old.weight)."
     )
     assert torch.equal(model[0].weight, weights["0.weight"])  # type: ignore[index]
     assert torch.equal(model[2].weight, before)  # type: ignore[index]
@@ -121,9 +121,10 @@ def test_a_name_that_no_file_has_is_refused(name: str) -> None:
         read_initial(name, "runs")
 
 
-def test_complex_weights_do_not_lose_a_part(weights: dict[str, torch.Tensor]) -> None:
-    weights["2.bias"] = weights["2.bias"].to(torch.complex64)
-    assert "; 1 of another shape (2.bias)" in load_initial(_model(), weights, "F")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.int64])
+def test_weights_of_another_kind_of_number_are_not_taken(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    weights["2.bias"] = weights["2.bias"].to(dtype)
+    assert "; 1 of another shape or type (2.bias)" in load_initial(_model(), weights, "F")
 
 
 class Started(Plain):

@@ -187,7 +187,9 @@ def test_the_command_writes_a_program_of_a_run(tmp_path: Path, capsys: pytest.Ca
     assert "differ from the model's by at most " in said
     assert torch.export.load("demo-step-00000032.pt2").module()(torch.rand(2, 8)).shape == (2, 3)
     assert main(["export", "demo", "--format", "torch-export"]) == EXIT_USAGE  # it is there already
-    assert main(["export", "demo", "x", "--format", "torch-export", "--task.width", "3"]) == 1
+    assert main(["export", "demo", "x", "--format", "torch-export", "--task.width", "3"]) == EXIT_USAGE
+    assert main(["export", "demo", "missing/x", "--format", "torch-export"]) == EXIT_USAGE
+    assert "missing/x was to be written, but it cannot be (No such file or directory)" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-step-00000032.pt2", "runs"]
 
 
