@@ -35,7 +35,9 @@ class TaskScheduler:
         said = f"scheduler() returned a {type(self._scheduler).__name__}"
         if not isinstance(self._scheduler, LRScheduler) or self._scheduler.optimizer is not self._twin:
             raise SettingError(
-                said, "a scheduler of torch.optim.lr_scheduler is stepped", "make it of the optimizer that is given"
+                said,
+                "it must be one of torch.optim.lr_scheduler for the optimizer that is given",
+                "make one from that optimizer",
             )
         if isinstance(self._scheduler, ReduceLROnPlateau) and interval == "step":
             raise SettingError(

@@ -83,7 +83,9 @@ def _check_choices(strategy: str, precision: str, compress: str, *, has_model: b
         raise SettingError(called, "scripts have replicas or shards of a model", 'set strategy="ddp" or "fsdp"')
     if precision not in ("fp32", "bf16"):
         instead = 'set precision="bf16", or keep torch.autocast and a GradScaler in the script'
-        raise SettingError(called, "fp16 needs a scaled loss, and fp64 a model in it", instead)
+        raise SettingError(
+            called, "scripts choose between fp32 and bf16: fp16 needs a scaled loss, fp64 a model in it", instead
+        )
     if _IS_SHARDED[strategy] and compress != "none":
         raise SettingError(called, "torch sums the gradients of shards itself", "leave compress out")
     if not has_model and (_IS_SHARDED[strategy] or precision != "fp32"):

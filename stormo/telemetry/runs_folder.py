@@ -145,7 +145,7 @@ def find_run(folder: Path, name_or_path: str | None) -> RunFolder:
         raise SettingError(
             f"run {name_or_path!r} was asked for",
             f"there is no run in {folder}",
-            "name the folder that holds your runs",
+            "set --runs-folder to the folder that holds your runs",
         )
     raise _unknown_run(name_or_path, [run.name for run in runs])
 

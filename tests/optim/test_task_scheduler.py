@@ -88,8 +88,8 @@ def test_stormos_own_optimizers_take_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda o: None, "scheduler() returned a NoneType, but a scheduler of torch.optim.lr_scheduler is stepped; "),
-        (lambda o: lr_scheduler.ConstantLR(_optimizer()), "scheduler() returned a ConstantLR, but a scheduler of "),
+        (lambda o: None, "scheduler() returned a NoneType, but it must be one of torch.optim.lr_scheduler for the "),
+        (lambda o: lr_scheduler.ConstantLR(_optimizer()), "scheduler() returned a ConstantLR, but it must be one of "),
         (lr_scheduler.ReduceLROnPlateau, "scheduler() returned a ReduceLROnPlateau, but it follows the validation "),
     ],
 )
