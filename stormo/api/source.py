@@ -45,7 +45,7 @@ def find_source(thing: Any) -> Source:
         return Source(name=name, text=_Cells(cells, vars(main)).code_of(name))
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if file and Path(file).is_file() and name in _guarded_names(Path(file)):
-        why = 'workers import that file, and leave out what is under if __name__ == "__main__":'
+        why = 'workers import that file without what its if __name__ == "__main__" holds'
         raise SettingError(f"{name} of {Path(file).name} was given", why, "define it at the top level of the file")
     if spec is not None:  # python -m package.module
         return Source(name=name, place=spec.name)
