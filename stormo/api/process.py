@@ -14,10 +14,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from stormo.config.options import train_options
 from stormo.errors import ERROR_FILE, EXIT_USAGE, RunFailedError, SettingError, StormoError
 from stormo.system.process import stormo_command
 
@@ -25,6 +26,7 @@ _MAX_LAST_CHARACTERS = 4000
 _NUM_POLITE = 2  # the first Ctrl-C saves and stops, the second stops at once; a third kills
 _LOOK_S = 0.5
 _END_S = 60.0  # for the command to save and to end its workers
+_TEXTS = ("run_name", "runs_folder", "config")  # read here; the command checks numbers and other texts
 
 
 def refuse_in_worker(call: str) -> None:
@@ -35,6 +37,23 @@ def refuse_in_worker(call: str) -> None:
             "every worker imports the file of its task or function",
             'put the call under if __name__ == "__main__":',
         )
+
+
+def given_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not None, paths as text; refuses types that no flag can say."""
+    given = {
+        key: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for key, value in settings.items()
+        if value is not None
+    }
+    for option in train_options():
+        value = given.get(option.name)
+        is_switch = isinstance(value, bool) or option.kind is bool
+        if value is None or (value is True and option.optional_value):
+            continue
+        if is_switch or option.name in _TEXTS:
+            option.convert(value, option.name)
+    return given
 
 
 def run_command(verb: str, arguments: Sequence[str]) -> None:

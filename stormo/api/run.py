@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from stormo.api.process import refuse_in_worker, run_command
+from stormo.api.process import given_settings, refuse_in_worker, run_command
 from stormo.commands.trained_run import find_checkpoint
 from stormo.config.options import as_flags
 from stormo.config.schema import Run as RunSection
+from stormo.config.schema import TrainConfig
+from stormo.config.toml import read_toml
 from stormo.errors import MissingPackageError, SettingError
-from stormo.system.files import read_toml
 from stormo.tasks.find import TASKS
 from stormo.telemetry.events import current_events, read_events
-from stormo.telemetry.folder import RunFolder, read_summary, write_whole
+from stormo.telemetry.folder import RunFolder, read_summary
 from stormo.telemetry.runs_folder import find_run, overview
 from stormo.training.resume import require_own
 from stormo.training.settings import read_settings
@@ -78,6 +79,8 @@ class Run:
         from matplotlib import pyplot
 
         columns = self.history()
+        if not columns:
+            raise SettingError(f"a plot of run {self.name} was asked for", "no epoch of it has ended", "train it first")
         losses = [name for name in columns if name in ("train_loss", "validation_loss")]
         no_metrics = (*losses, "validation_time_s")
         others = [name for name in columns if name.startswith("validation_") and name not in no_metrics]
@@ -94,18 +97,20 @@ class Run:
 
     def report(self, file: str | Path | None = None) -> Path:
         """Write the HTML page of the run, report.html in its folder or the given file, and return its path."""
+        from stormo.report.command import write_page
         from stormo.report.history import read_history
         from stormo.report.page import check_plotly, make_document, make_page
 
         check_plotly()
         path = self.folder / "report.html" if file is None else Path(file)
-        write_whole(path, make_page(make_document([read_history(self._folder)])))
+        page = make_page(make_document([read_history(self._folder)]))
+        write_page(path, page, f"the page was to be {path}", "name another file: run.report(FILE)")
         return path
 
     def resume(self, **settings: Unpack[TrainSettings]) -> Run:
         """Resume the run, with these settings changed, as `stormo train --resume` does."""
         refuse_in_worker("run.resume()")
-        given = {key: value for key, value in settings.items() if value is not None}
+        given = given_settings(settings)
         for key in {"run_name", "runs_folder", "resume"} & given.keys():
             raise SettingError(f"{key} was set", f"run {self.name} is resumed in its folder", "leave it out")
         run_command("train", [*self._own_task(), "--resume", str(self.folder), *as_flags(given)])
@@ -121,7 +126,8 @@ class Run:
 
     def _own_task(self) -> list[str]:
         """The task, where its code is in the run's folder, wherever that is now; somebody else's is refused."""
-        task = str(read_toml(self._folder.config).get("task"))
+        named = read_toml(self._folder.config, f"{self._folder.config} is of the run {self.name}").get("task")
+        task = named if isinstance(named, str) else TrainConfig.task
         place, _, name = task.partition(":")
         moved = self.folder / CELL_FILE
         task = f"{moved}:{name}" if Path(place).name == CELL_FILE and moved.is_file() else task

@@ -7,6 +7,7 @@ plain values as they are now, and for other values the statement that made them.
 from __future__ import annotations
 
 import ast
+import builtins
 import symtable
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from stormo.errors import SettingError
+
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_SCOPES = (*_DEFINITIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +44,28 @@ def find_source(thing: Any) -> Source:
     if cells:
         return Source(name=name, text=_Cells(cells, vars(main)).code_of(name))
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if file and Path(file).is_file() and name in _guarded_names(Path(file)):
+        why = 'workers import that file without what its if __name__ == "__main__" holds'
+        raise SettingError(f"{name} of {Path(file).name} was given", why, "define it at the top level of the file")
     if spec is not None:  # python -m package.module
         return Source(name=name, place=spec.name)
     if file and Path(file).is_file():
         return Source(name=name, place=str(Path(file).resolve()))
     why = "this Python keeps no source of what is typed at its prompt or after -c, and workers need it"
     raise SettingError(f"{name} was given", why, "define it in a file or in a notebook")
+
+
+def _guarded_names(file: Path) -> set[str]:
+    """The names that a file binds only under `if __name__ == "__main__":`."""
+    guarded, others = set[str](), set[str]()
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):  # edited since; a worker says so
+        return guarded
+    for node in body:
+        is_guard = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        (guarded if is_guard else others).update(_changed_names(node))
+    return guarded - others
 
 
 class _Cells:
@@ -57,7 +77,9 @@ class _Cells:
         self._parts: dict[str, str] = {}
         for cell in cells:
             for name, statement in _bindings(cell):
-                self._statements[name] = statement
+                # os.environ["A"] = "1" sets a part of a module, which workers import all the same.
+                if statement or not isinstance(namespace.get(name), ModuleType):
+                    self._statements[name] = statement
 
     def code_of(self, name: str) -> str:
         """The code that defines a name, below all that it needs."""
@@ -86,9 +108,11 @@ class _Cells:
         module, own_name = getattr(value, "__module__", None), getattr(value, "__name__", "")
         if module and module != "__main__" and getattr(sys.modules.get(module), own_name, None) is value:
             return f"from {module} import {own_name} as {name}"
+        if hasattr(builtins, name) and name not in self._statements:  # IPython has an open() and an exit() of its own
+            return ""
         raise SettingError(
             f"{needed_by} uses {name}, a {type(value).__name__}" if needed_by != name else f"{name} was given",
-            "no statement at the top level of a cell makes it, so that workers cannot",
+            "no single statement at the top level of a cell makes it as it is now, so that workers cannot",
             f"define {name} there by one statement",
         )
 
@@ -99,24 +123,39 @@ def _bindings(cell: str) -> Iterator[tuple[str, str]]:
         body = ast.parse(cell).body
     except (SyntaxError, ValueError):  # a cell that never ran
         return
-    lines = cell.splitlines()
+    lines = cell.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # as Python counts them
     for node in body:
-        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
-        code = "\n".join(lines[first - 1 : node.end_lineno])
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, code
+        if isinstance(node, _DEFINITIONS):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            yield node.name, "\n".join(lines[first - 1 : node.end_lineno])
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 one = ast.Import([alias]) if isinstance(node, ast.Import) else _from(node, alias)
                 yield alias.asname or alias.name.partition(".")[0], ast.unparse(one)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                for bound in ast.walk(target):
-                    if isinstance(bound, ast.Name) and isinstance(bound.ctx, ast.Store):
-                        yield bound.id, "" if bound.id in _global_names(code) else code
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id, ""
+            code = ast.get_source_segment(cell, node) or ""
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for name in _changed_names(target):
+                    yield name, "" if name in _global_names(code) else code
+        else:
+            for name in _changed_names(node):
+                yield name, ""
+
+
+def _changed_names(node: ast.AST) -> Iterator[str]:
+    """The names that code binds, and those of which it sets a part (`w[0] = 5`); not those of inner scopes."""
+    if isinstance(node, _DEFINITIONS):
+        yield node.name
+    if isinstance(node, _SCOPES):
+        return
+    part = node
+    if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+        while isinstance(part, ast.Subscript | ast.Attribute):
+            part = part.value
+        if isinstance(part, ast.Name):
+            yield part.id
+    for child in ast.iter_child_nodes(node):
+        yield from _changed_names(child)
 
 
 def _from(node: ast.ImportFrom, alias: ast.alias) -> ast.ImportFrom:

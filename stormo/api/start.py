@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from stormo.api.process import refuse_in_worker, run_command
+from stormo.api.process import given_settings, refuse_in_worker, run_command
 from stormo.api.run import CELL_FILE, Run
 from stormo.api.source import Source, find_source, is_plain
 from stormo.config.options import as_flags
+from stormo.config.plan.checks import check_run_name
 from stormo.config.schema import Run as RunSection
 from stormo.config.schema import TrainConfig
 from stormo.config.toml import read_toml
@@ -49,16 +50,23 @@ def train(task: str | Task | type[Task] | None = None, **settings: Unpack[TrainS
         KeyboardInterrupt: Ctrl-C or the stop button; the run has saved its work and can be resumed.
     """
     refuse_in_worker("stormo.train()")
-    given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
+    given = given_settings(settings)
     for key in NOT_KEYWORDS.keys() & given.keys():
         raise SettingError(
             f"{key} was set", "stormo.train() starts the workers of one new run from here", NOT_KEYWORDS[key]
         )
+    if task is None and "config" not in given:
+        what, why = "stormo.train() was given no task", "there is nothing to train"
+        raise SettingError(what, why, 'give a subclass of stormo.Task or a name, such as "fashion-mnist"')
     source = None if task is None or isinstance(task, str) else _source_of(task)
     name = task if isinstance(task, str) else source.name if source else TrainConfig.task
-    in_file = read_toml(Path(given["config"])).get("run", {}) if "config" in given else {}
-    parent = Path(given.get("runs_folder") or in_file.get("runs_folder") or RunSection.runs_folder)
-    folder = new_run_folder(parent, given.get("run_name") or in_file.get("run_name"), name)
+    in_file = read_toml(Path(given["config"])).get("run") if "config" in given else None
+    in_file = in_file if isinstance(in_file, dict) else {}  # the command refuses all else, and other types
+    texts = {key: value for key, value in in_file.items() if isinstance(value, str)} | given
+    parent = Path(texts.get("runs_folder") or RunSection.runs_folder)
+    if "run_name" in texts:
+        check_run_name(texts["run_name"])
+    folder = new_run_folder(parent, texts.get("run_name"), name)
     given |= {"run_name": folder.name, "runs_folder": str(parent)}
     try:
         given |= _own_options(task) if isinstance(task, Task) else {}
@@ -87,6 +95,12 @@ def run(
     numbers, text, and lists, tuples and dicts of them. What it returns is dropped: save it, or print it.
     """
     refuse_in_worker("stormo.run()")
+    if not callable(function) or not hasattr(function, "__qualname__"):
+        raise SettingError(
+            f"a {type(function).__name__} was given to stormo.run()",
+            "workers find a function by its name, and this has none",
+            "give a function, and its arguments behind it: stormo.run(function, 3)",
+        )
     for argument in arguments:
         if not is_plain(argument):
             raise SettingError(
@@ -96,14 +110,12 @@ def run(
             )
     source = find_source(function)
     call = f"{source.name}({', '.join(map(repr, arguments))})"
-    settings = {"num_gpus": num_gpus, "device": device, "backend": backend, "timeout": timeout}
+    settings = given_settings({"num_gpus": num_gpus, "device": device, "backend": backend, "timeout": timeout})
     with tempfile.TemporaryDirectory(prefix="stormo-") as folder:
         script = Path(folder, "stormo_cell.py")
         text = f'{_import_of(source)}\n\nif __name__ == "__main__":\n    {call}\n'
         script.write_text(text, encoding="utf-8")
-        run_command(
-            "run", [str(script), *as_flags({key: value for key, value in settings.items() if value is not None})]
-        )
+        run_command("run", [str(script), *as_flags(settings)])
 
 
 def _source_of(task: Task | type[Task]) -> Source:

@@ -53,7 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     histories = [read_history(folder, label) for folder, label in zip(folders, labels, strict=True)]
     default = folders[0].path / "report.html" if len(folders) == 1 else parent / "report.html"
     output = Path(options.output) if options.output is not None else default
-    _write(options.output is not None, output, make_page(make_document(histories)))
+    page, is_given = make_page(make_document(histories)), options.output is not None
+    what = f"--output {output} was set" if is_given else f"the page would be {output}"
+    write_page(output, page, what, "name another file" if is_given else "name another file with --output")
     lines = [f"page      {output}  ({output.stat().st_size / 1e6:.1f} MB; opens without a network)"]
     for option, name, write in (("--csv", options.csv, write_csv), ("--png", options.png, write_png)):
         if name is not None:
@@ -72,10 +74,11 @@ def run_labels(folders: Sequence[RunFolder]) -> list[str]:
     return [str(folder.path) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
 
 
-def _write(is_given: bool, path: Path, text: str) -> None:
-    what = f"--output {path} was set" if is_given else f"the page would be {path}"
-    instead = "name another file" if is_given else "name another file with --output"
-    if path.exists() and not path.is_file() and not path.is_dir():
+def write_page(path: Path, text: str, what: str, instead: str) -> None:
+    """Write a page; `what` and `instead` begin and end the error where it cannot be written."""
+    if path.is_dir():
+        raise SettingError(what, "it is a folder", instead)
+    if path.exists() and not path.is_file():
         # Root could replace a device by the file.
         raise SettingError(what, "it is not an ordinary file", instead)
     try:

@@ -6,8 +6,10 @@ This file imports no torch, so that the options of a built-in task are read at o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stormo.errors import SettingError, suggestion
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +56,17 @@ class Task:
     _initialise: Callable[[nn.Module], None] | None = None  # gives a new model the weights of --init-from, on rank 0
 
     def __init__(self, options: Any = None, **given: Any) -> None:
-        options = type(self).Options() if options is None else options
+        own = type(self).Options
+        options = own() if options is None else options
+        if not isinstance(options, own):
+            what, why = f"{type(self).__name__}({options!r}) was made", "the options of a task have names"
+            raise SettingError(what, why, f"write {type(self).__name__}(NAME={options!r}), or leave it out")
+        known = [field.name for field in fields(options)] if given else []
+        for name in given:
+            if name not in known:
+                choices = f"choose one of: {', '.join(known)}" if known else "declare it in its Options"
+                what, why = f"{type(self).__name__}({name}=…) was made", "the task has no such option"
+                raise SettingError(what, why, f"{suggestion(name, known)}{choices}")
         self.options = replace(options, **given) if given else options
         self._datasets: tuple[Dataset[Any], Dataset[Any]] | None = None
 

@@ -52,7 +52,8 @@ def test_a_task_of_cells_is_trained_twice_resumed_and_loaded(tmp_path: Path) -> 
 
 
 def test_a_function_of_a_cell_runs_on_all_workers(tmp_path: Path) -> None:
-    loop = "def loop(start):\n    world = stormo.World()\n    total = world.sum(start + world.rank)\n"
+    loop = "def loop(start):\n    open(os.devnull).close()\n    world = stormo.World()\n"
+    loop += "    total = world.sum(start + world.rank)\n"
     loop += "    if world.rank == 0:\n        print('total', float(total), NUM_INPUTS)"
     shown = run_cells([*CELLS, loop, "stormo.run(loop, 10, num_gpus=2, device='cpu')"], tmp_path)
     assert "total 21.0 3" in shown[-1]

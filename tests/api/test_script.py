@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ import stormo
 from stormo.errors import SettingError
 from tests import forked
 from tests.docs.pages import ROOT
+from tests.report.made_run import MadeRun
 
 ENDS_WITHIN_S = 240.0
 TASK = """
@@ -80,9 +84,15 @@ if __name__ == "__main__":
         loss = nn.functional.mse_loss(run.load_model()(x), y)
     print("same", abs(float(loss) - run.summary["validation_loss"]) < 1e-6, run.report().relative_to(run.folder))
     print(run, torch.cuda.is_initialized(), torch.distributed.is_initialized())
+    (run.folder / "config.toml").write_text("task = [")
+    try:
+        run.load_model()
+    except stormo.errors.SettingError as error:
+        print(error.why)
 """
     out, err = _script(tmp_path, code).communicate(timeout=ENDS_WITHIN_S)
-    assert out.splitlines()[-2:] == ["same True report.html", "<stormo run fit: done> False False"], err
+    assert out.splitlines()[-3:-1] == ["same True report.html", "<stormo run fit: done> False False"], err
+    assert out.splitlines()[-1].startswith("it is not valid TOML")
 
 
 def test_a_script_without_its_guard_is_told_so(tmp_path: Path) -> None:
@@ -145,3 +155,81 @@ def test_what_a_run_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "runs").iterdir()) == []
     with pytest.raises(SettingError, match="there is no run"):
         stormo.open_run("fit")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"run_name": "a/b"}, "--run-name 'a/b' was set, but it names a folder in --runs-folder"),
+        ({"run_name": "../x"}, "--run-name '../x' was set, but it names a folder in --runs-folder"),
+        ({"run_name": 7.5}, "run_name was set to 7.5, but it takes text"),
+        ({"runs_folder": 7}, "runs_folder was set to 7, but it takes text"),
+        ({"config": 3}, "config was set to 3, but it takes text"),
+        ({"num_gpus": True}, "num_gpus was set to True, but it takes a whole number"),
+        ({"energy": "no"}, "energy was set to 'no', but it takes true or false"),
+    ],
+)
+def test_settings_of_wrong_types_start_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match=re.escape(text)):
+        stormo.train(Labelled, **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_in_a_file_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {"config": Path("own.toml")}
+    Path("own.toml").write_text('[run]\nrun_name = "a/b"\n')
+    with pytest.raises(SettingError, match="--run-name 'a/b' was set"):
+        stormo.train(Labelled, **settings)
+    Path("own.toml").write_text("run = 3\n")
+    with pytest.raises(SettingError, match="it is a section"):
+        stormo.train("fashion-mnist", config="own.toml")
+
+
+class _Callable:
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("thing", [7, functools.partial(_start, Path()), _Callable()])
+def test_what_is_no_function_is_refused(thing: Any) -> None:
+    with pytest.raises(SettingError, match=r"was given to stormo\.run\(\), but workers find a function by its name"):
+        stormo.run(thing, object())
+
+
+def test_true_is_no_number_of_workers() -> None:
+    with pytest.raises(SettingError, match="num_gpus was set to True, but it takes a whole number"):
+        stormo.run(_start, num_gpus=True)
+
+
+def test_options_of_a_task_have_known_names() -> None:
+    assert Labelled(Labelled.Options(label="b")).options.label == "b"
+    with pytest.raises(SettingError, match=re.escape("Labelled(16) was made, but the options of a task have names")):
+        Labelled(16)
+    with pytest.raises(SettingError, match=r"Labelled\(labl=…\) was made.*did you mean label\?"):
+        Labelled(labl="b")
+    with pytest.raises(SettingError, match="no such option; declare it in its Options"):
+        stormo.Task(width=3)
+
+
+def test_no_task_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"stormo\.train\(\) was given no task"):
+        stormo.train(None)
+
+
+def test_a_run_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    run = stormo.open_run(MadeRun(name="made", epochs=1).write(tmp_path))
+    for name, text in (("/nope/p.html", "it cannot be written (No such file"), (".", "it is a folder")):
+        with pytest.raises(SettingError, match=re.escape(f"the page was to be {name}, but {text}")):
+            run.report(name)
+    (run.folder / "config.toml").unlink()
+    with pytest.raises(SettingError, match=r"config\.toml is of the run made, but it cannot be read"):
+        run.resume()
+    (run.folder / "config.toml").write_text("task = [")
+    with pytest.raises(SettingError, match="it is not valid TOML"):
+        run.resume()
+    (run.folder / "events.jsonl").write_text("")
+    with pytest.raises(SettingError, match="a plot of run made was asked for, but no epoch of it has ended"):
+        run.plot()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -74,13 +76,55 @@ def test_the_last_cell_wins(notebook: Any) -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    ["value = object()\nvalue = [value]", "value = {1, object()}\nvalue |= {2}", "for value in [object()]: pass"],
+    [
+        "value = object()\nvalue = [value]",
+        "value = {1, object()}\nvalue |= {2}",
+        "for value in [object()]: pass",
+        "value = [object()]\nvalue[0] = object()",
+        "value = [object()]\nother, value[0] = 1, object()",
+        "value = {1: object()}\ndel value[1]\nvalue[2] = [object()]",
+        "class Value: pass\nvalue = Value()\nvalue.part = 5",
+        "class Value: part = 0\nvalue = Value()\nfor _ in range(3):\n    if True: value.part += 1",
+        "value = [object()]\nwith open('/dev/null'): value = [object(), 1]",
+    ],
 )
 def test_what_no_statement_makes_again_is_named(notebook: Any, cell: str) -> None:
     main = notebook(cell, "def f():\n    return value")
     with pytest.raises(SettingError) as caught:
         find_source(main.f)
     assert caught.value.what.startswith("f uses value, a ")
+
+
+def test_what_is_made_again_after_a_change_is_taken(notebook: Any) -> None:
+    cells = ["value = [len]", "value[0] = object()", "value = [max]; other = value", "[value for value in 'ab']"]
+    main = notebook("import os\nos.environ['STORMO_TEST'] = '1'", *cells, "def f():\n    return other, os.getpid()")
+    assert _remade(main.f)()[0] == [max]
+
+
+def test_a_builtin_that_ipython_replaces_is_pythons_own(notebook: Any) -> None:
+    main = notebook("def f():\n    return open")
+    main.open = functools.wraps(open)(lambda file: None)  # as IPython does
+    assert _remade(main.f)() is open
+    main = notebook("for open in [object()]: pass")
+    with pytest.raises(SettingError, match="f uses open"):
+        find_source(main.f)
+
+
+def test_lines_end_where_python_ends_them(notebook: Any) -> None:
+    main = notebook("text = ['a\u2028b', max]\n\x0c\ndef f():\n    return text, 'a\u2028\x0cb'")
+    assert _remade(main.f)() == (["a\u2028b", max], "a\u2028\x0cb")
+
+
+def test_what_only_the_running_script_defines_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "fit.py"
+    file.write_text('def above(): pass\nif __name__ == "__main__":\n    def inside(): pass\n    above = above\n')
+    main = ModuleType("__main__")
+    main.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(file.read_text(), main.__dict__)
+    assert find_source(main.above).place == str(file)
+    with pytest.raises(SettingError, match=r"inside of fit\.py was given.*define it at the top level of the file"):
+        find_source(main.inside)
 
 
 def test_a_class_inside_a_statement_is_refused(notebook: Any) -> None:
