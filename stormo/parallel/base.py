@@ -591,18 +591,20 @@ class Strategy:
         if meter is not None:
             meter.forget()
         self._is_warming_up = True
-        with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
-            for batch in loader.first_and_last() if batches is None else batches:
-                loss = self.micro_step(batch)
-                if on_loss is not None:
-                    on_loss(loss)
-                self._detect_sparse()
-                self._detect_counts()
-                self.clear_gradients()
-                check_learning_rates(self.optimizer, self.learning_rates)
-                if self._plan.graph and self._graph is None and self._is_full(batch):
-                    self._capture(batch)
-        self._is_warming_up = False
+        try:
+            with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
+                for batch in loader.first_and_last() if batches is None else batches:
+                    loss = self.micro_step(batch)
+                    if on_loss is not None:
+                        on_loss(loss)
+                    self._detect_sparse()
+                    self._detect_counts()
+                    self.clear_gradients()
+                    check_learning_rates(self.optimizer, self.learning_rates)
+                    if self._plan.graph and self._graph is None and self._is_full(batch):
+                        self._capture(batch)
+        finally:
+            self._is_warming_up = False
         self.noise_scale = meter if self.loss_weights.is_plain and not self._is_sparse else None
         for name, buffer in self.module.named_buffers():
             if name in buffers:  # a module may create some in its first forward

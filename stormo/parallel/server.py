@@ -221,7 +221,7 @@ class Server(Strategy):
         super().load_state_dict(state)
         self._ages_before, self._ages = _added([state.get("stale_gradients", {})]), Counter()
         if isinstance(self._server, AsyncServer):
-            self._server.ages.clear()
+            self._server.reset_ages()
 
 
 def _added(counts: list[Mapping[Any, int]]) -> Counter[int]:

@@ -183,6 +183,11 @@ class AsyncServer(ServerState):
         """Step with gradients that arrive."""
         self._resumed.set()
 
+    def reset_ages(self) -> None:
+        """Count gradients from zero."""
+        with self._lock:
+            self.ages.clear()
+
     @torch.no_grad()
     def _serve(self) -> None:
         message, serving = ServerMessage(self.tensors), set(self._others)

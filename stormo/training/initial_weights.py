@@ -33,6 +33,8 @@ def read_initial(source: str, runs_folder: str) -> dict[str, Tensor]:
         if found := find(folder) or find(folder / "checkpoints"):
             return read_weights(found[0].path)[1]
     said, path = f"--init-from {source} was set", Path(source)
+    if not path.is_file():  # a run whose checkpoints were never finished
+        raise SettingError(said, "it has no checkpoint", HINT)
     if path.suffix == ".safetensors":
         try:
             return safetensors.torch.load_file(path)

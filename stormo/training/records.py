@@ -194,10 +194,10 @@ class RunRecorder:
         minor = () if config.command.verbose else plan.minor_lines(config)
         shown = replace(started, explanation=tuple(line for line in plan.lines() if line not in minor))
         console = self._console()
+        self._sinks.write(started)  # the files have the whole plan
+        self._sinks.add(*console)  # before it writes, so that it is closed where that fails
         for sink in console:
             sink.write(shown)
-        self._sinks.write(started)  # the files have the whole plan
-        self._sinks.add(*console)
         if self._prometheus is not None:
             self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._prometheus.address}"))
         for notice in _start_notices(config, plan, progress, self.folder.name, summary):
