@@ -13,7 +13,7 @@ from stormo.errors import pluralize
 from stormo.system.files import fits
 
 BUCKET_MIB = 25  # of DDP's gradient buckets
-_, _MOST, _THREADS, _SOCKETS, _BUFFER = TUNED = (
+_, MOST_CHANNELS, _THREADS, _SOCKETS, _BUFFER = TUNED = (
     "NCCL_MIN_NCHANNELS",
     "NCCL_MAX_NCHANNELS",
     "NCCL_SOCKET_NTHREADS",
@@ -30,6 +30,7 @@ class Link:
     variables: Mapping[str, str] = field(default_factory=dict)  # of `TUNED`; none for NCCL's defaults
     bucket_mb: int | None = None  # of DDP in MiB; None for torch's default
     small_algo: str | None = None  # "tree" where it sends small messages faster than NCCL's own choice
+    half_gradients: bool = False  # of sharded layers in 16 bits: sent so, and summed in 32 bits
     bucket_s: float | None = None  # for an all-reduce of 25 MiB
     default_s: float | None = None  # the same with NCCL's defaults
 
@@ -47,11 +48,13 @@ class Link:
 
     def __str__(self) -> str:
         told = self.variables
-        parts = [pluralize(told[_MOST], "channel")] if _MOST in told else []
+        parts = [pluralize(told[MOST_CHANNELS], "channel")] if MOST_CHANNELS in told else []
         parts += [pluralize(told[_THREADS], "socket thread")] if _THREADS in told else []
         parts += [f"{pluralize(told[_SOCKETS], 'socket')} each"] if _SOCKETS in told else []
         parts += [f"buffers of {int(told[_BUFFER]) >> 20} MiB"] if _BUFFER in told else []
         text = ", ".join(parts) or "NCCL's defaults"
+        if self.half_gradients:
+            text += ", 16-bit gradients sent as they are"
         if self.bucket_mb is not None:
             text += f", gradient buckets of {self.bucket_mb} MiB"
         if self.bucket_s is None or self.default_s is None:
@@ -62,7 +65,8 @@ class Link:
 
 # Channels, threads of a connection, sockets of a thread, buffer. All keep every value whole. The likeliest come first,
 # as the time may not do for all.
-_ROWS = (("4", "1", "2"), ("8", "1", "1", str(8 << 20)), ("1",), ("4", "2", "2"), ("2", "1", "2"))
+_8_MIB = str(8 << 20)
+_ROWS = (("1", "1", "4", _8_MIB), ("2", "1", "2", _8_MIB), ("4", "1", "2", _8_MIB), ("8", "1", "1", _8_MIB), ("1",))
 CANDIDATES = tuple(dict(zip(TUNED, (row[0], *row), strict=False)) for row in _ROWS)
 
 
@@ -83,6 +87,16 @@ def keeps_defaults(config: TrainConfig, layout: Layout) -> str:
     if layout.mesh.shard > 1:
         return "weights are gathered beside the computation, which more channels slow down"
     return ""
+
+
+def sends_half_gradients(config: TrainConfig, layout: Layout) -> bool:
+    """Whether gradients that are computed in 16 bits are sent so, where NCCL uses sockets.
+
+    Only where every backward reduces them: added up over micro-batches, they have 32 bits.
+    """
+    if config.workers.tune_link is False or (config.run.deterministic and not config.workers.tune_link):
+        return False
+    return layout.zero == 3 and layout.mesh.shard > 1 and layout.mesh.pipeline == 1
 
 
 def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> bool:
@@ -111,6 +125,8 @@ def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:
         text = "NCCL's settings are those with which the run began"
     elif asked is None and (reason := keeps_defaults(config, layout)):
         text = f"NCCL's own settings: {reason}"
+        if sends_half_gradients(config, layout):
+            text += "; where it uses sockets, 16-bit gradients are sent as they are and summed in 32 bits"
     elif asked or layout.shares_a_gpu:
         text = "NCCL's socket settings are measured at the start"
     elif layout.num_nodes > 1:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,16 @@ from typing import Any
 import torch
 
 from stormo.config.layout import Layout
-from stormo.config.link import BUCKET_MIB, Link, candidates, keeps_defaults, link_before, uses_sockets
+from stormo.config.link import (
+    BUCKET_MIB,
+    MOST_CHANNELS,
+    Link,
+    candidates,
+    keeps_defaults,
+    link_before,
+    sends_half_gradients,
+    uses_sockets,
+)
 from stormo.config.schema import TrainConfig
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore, Store
@@ -50,12 +59,13 @@ def search(
     to_try: Sequence[Mapping[str, str]],
     measure: Measure,
     world_size: int,
+    num_multiprocessors: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Link, int]:
     """The fastest settings, and how many of them were not tried for lack of time.
 
-    NCCL's defaults are measured first and last, and the best of the others twice: its worse time must beat their better
-    one. So a disturbance cannot make a slower setting win.
+    Fast is what costs a training little (`_cost_s`). NCCL's defaults are measured first and last, and the best of the
+    others twice: its worse time must beat their better one. So a disturbance cannot make a slower setting win.
     """
     times_s, tried = [clock()], list[_Tried]()
     first = measure({}, _CALLS, False)["seconds"]
@@ -69,12 +79,13 @@ def search(
     last = measure({}, calls, True)
     default_s = min(first[_BUCKET], last["seconds"][_BUCKET])
     chosen, figures, bucket_s = dict[str, str](), last, default_s
-    best = _best(tried)
-    if best is not None and best[1][_BUCKET] <= _GAIN * default_s:
+    cost_s = partial(_cost_s, num_multiprocessors)
+    best = _best(tried, cost_s)
+    if best is not None and cost_s(best) <= _GAIN * default_s:
         again = measure(best[0], calls, True)
-        confirmed_s = max(best[1][_BUCKET], again["seconds"][_BUCKET])
-        if confirmed_s <= _GAIN * default_s:
-            chosen, figures, bucket_s = dict(best[0]), again, confirmed_s
+        confirmed = max(best, (best[0], again["seconds"]), key=cost_s)
+        if cost_s(confirmed) <= _GAIN * default_s:
+            chosen, figures, bucket_s = dict(best[0]), again, confirmed[1][_BUCKET]
     link = Link(
         world_size=world_size,
         variables=chosen,
@@ -86,9 +97,16 @@ def search(
     return link, len(to_try) - len(tried)
 
 
-def _best(tried: Sequence[_Tried]) -> _Tried | None:
-    least_s = min((seconds[_BUCKET] for _, seconds in tried), default=0.0)
-    near = [one for one in tried if one[1][_BUCKET] <= _TIE * least_s]
+def _cost_s(num_multiprocessors: int, tried: _Tried) -> float:
+    """The time of a bucket, times what the computation beside it slows down: each channel takes a multiprocessor."""
+    variables, seconds = tried
+    channels = int(variables.get(MOST_CHANNELS, 0))  # how many NCCL takes by itself is not known
+    return seconds[_BUCKET] / max(0.01, 1.0 - channels / num_multiprocessors)
+
+
+def _best(tried: Sequence[_Tried], cost_s: Callable[[_Tried], float]) -> _Tried | None:
+    least_s = min(map(cost_s, tried), default=0.0)
+    near = [one for one in tried if cost_s(one) <= _TIE * least_s]
     return min(near, key=lambda one: one[1][_SMALL], default=None)
 
 
@@ -216,25 +234,31 @@ def choose_link(
         return None, ""
     if before is not None:
         return before, f"The link is set as when the run began: {before}"
-    if asked is None and keeps_defaults(config, layout):
+    measures = bool(asked) or not keeps_defaults(config, layout)
+    half_gradients = sends_half_gradients(config, layout)
+    if not (measures or half_gradients):
         return None, ""
     group = ProbeGroup(store.signed("link"), rank_info.rank, rank_info.world_size, store.timeout)
     # Rank 0 decides for all: a node may see other network cards.
     if not group.share("is_tuned", asked or uses_sockets(layout, os.environ)):
         return None, ""
+    if not measures:
+        return Link(world_size=rank_info.world_size, half_gradients=True), ""
     library = nccl_library()
     told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
     told.pop("NCCL_HOSTID", None)  # differs between ranks
     member = {
         "host": rank_info.host,
         "gpu": torch.cuda.get_device_name(device),
+        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
         "nccl": torch.cuda.nccl.version(),
         "has_library": library is not None,
         "variables": told,
     }
     words = [str(library), str(device.index or 0), str(rank_info.rank), str(rank_info.world_size)]
     command = [sys.executable, "-P", "-m", "stormo.distributed.nccl_probe"]
-    return tune(group, member, lambda: Probe(lambda descriptor: [*command, str(descriptor), *words]))
+    link, text = tune(group, member, lambda: Probe(lambda descriptor: [*command, str(descriptor), *words]))
+    return replace(link, half_gradients=half_gradients), text
 
 
 def nccl_library(maps: Path = Path("/proc/self/maps")) -> str | None:
@@ -280,7 +304,8 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
     to_try = candidates(users)
     try:
         measure = partial(group.measure, probe, "NCCL_ALGO" not in users)
-        link, num_left = search(to_try, measure, group.world_size)
+        num_multiprocessors = min(member["multiprocessors"] for member in members)
+        link, num_left = search(to_try, measure, group.world_size, num_multiprocessors)
     except ProbeError as error:
         return Link(world_size=group.world_size), f"{text}The link is not tuned, NCCL's defaults stay: {error}"
     finally:

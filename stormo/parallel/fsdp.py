@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from stormo.optim.muon import Muon
 from stormo.optim.sharded import ShardedGradScaler, check_elementwise, to_local_params
 from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.ddp import Replicated
+from stormo.parallel.half_gradients import HalfReduceScatter
 from stormo.parallel.matrix_exchange import MatrixExchange
 from stormo.parallel.meta_init import Values, materialize, meta_model
 from stormo.parallel.parameter_shards import ParameterShard, make_shards, plain
@@ -74,7 +75,11 @@ class Sharded(Replicated):
         return model
 
     def _transform(self, model: nn.Module) -> dict[str, ShardSpec]:
-        return compose(model, [model], self._plan, self._settings, self.task, self.world.parallel_dims)
+        link = self.world.link
+        return compose(
+            *(model, [model], self._plan, self._settings, self.task, self.world.parallel_dims),
+            half_gradients=link is not None and link.half_gradients,
+        )
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, values: Values) -> None:
@@ -255,7 +260,14 @@ def _check_dense(model: nn.Module) -> None:
 
 
 def compose(
-    model: nn.Module, roots: Sequence[nn.Module], plan: Plan, settings: TrainConfig, task: Task, dims: ParallelDims
+    model: nn.Module,
+    roots: Sequence[nn.Module],
+    plan: Plan,
+    settings: TrainConfig,
+    task: Task,
+    dims: ParallelDims,
+    *,
+    half_gradients: bool = False,
 ) -> dict[str, ShardSpec]:
     """Apply tensor parallelism, recomputing, torch.compile and sharding, in this order and in place.
 
@@ -268,6 +280,7 @@ def compose(
         settings: of the run.
         task: whose model it is.
         dims: of the workers.
+        half_gradients: as of `shard`.
     """
     layout, sharding = plan.layout, settings.sharding
     specs: dict[str, ShardSpec] = {}
@@ -283,21 +296,30 @@ def compose(
                 root.get_submodule(path).compile(dynamic=False)
         if layout.zero:
             # ZeRO-1 and 2 gather the weights as they are, once for the whole step.
-            frees = layout.zero == 3 and dims.mesh.shard > 1
+            is_split = layout.zero == 3 and dims.mesh.shard > 1
+            dtype = HALF_DTYPES.get(plan.precision) if layout.zero == 3 else None
             # Not with recomputing, which runs unit by unit, nor with --shard-modules.
             may_join = not sharding.checkpoint_activations and sharding.shard_modules is None
+            saves_messages = may_join and layout.device_type == "cuda" and dims.mesh.pipeline == 1
             shard(
                 root,
                 units,
                 dims,
-                dtype=HALF_DTYPES.get(plan.precision) if layout.zero == 3 else None,
-                frees=frees,
+                dtype=dtype,
+                frees=is_split
+                and not (saves_messages and not sharding.offload and gathered_bytes(root, dtype) <= KEPT_BYTES),
                 offload=sharding.offload,
                 merges=may_join and dims.mesh.size == 1,
-                joins_small=may_join and layout.device_type == "cuda" and dims.mesh.pipeline == 1,
+                joins_small=is_split and saves_messages,
                 joins_norms=not sharding.checkpoint_activations and dims.mesh.pipeline == 1,
+                half_gradients=half_gradients,
             )
     return specs
+
+
+def gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Of all weights of a model that is gathered in this dtype, None for their own."""
+    return sum(one.numel() * (dtype or one.dtype).itemsize for one in model.parameters())
 
 
 def _units(model: nn.Module, roots: Sequence[nn.Module], asked: str | None) -> list[list[str]]:
@@ -312,6 +334,7 @@ def _units(model: nn.Module, roots: Sequence[nn.Module], asked: str | None) -> l
     return found
 
 
+KEPT_BYTES = 256 << 20  # of gathered weights, which are then not gathered again for backward
 UNITS_OF_ONE_WORKER = 4  # more units save memory, fewer save host time: some milliseconds a step for each
 
 
@@ -326,6 +349,7 @@ def shard(
     merges: bool = False,
     joins_small: bool = False,
     joins_norms: bool = True,
+    half_gradients: bool = False,
 ) -> FSDPModule:
     """Shard a model in place: its units, then what is left of it.
 
@@ -337,8 +361,9 @@ def shard(
         frees: free the gathered weights of a unit between forward and backward.
         offload: keep the shards in host memory.
         merges: merge neighbouring units, if nothing is freed between them.
-        joins_small: gather small neighbouring units together, if they are freed.
+        joins_small: gather small neighbouring units together.
         joins_norms: gather all batch norms together, as their weights are small and each message costs time.
+        half_gradients: send gradients in `dtype`, as they were computed; every backward must reduce them.
     """
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
@@ -357,19 +382,26 @@ def shard(
     groups = [[path] for path in units if path not in norms]
     if merges and not (frees or both or offload):
         groups = _merged([path for (path,) in groups], UNITS_OF_ONE_WORKER)
-    elif joins_small and frees:
+    elif joins_small:
         groups = _joined(model, [path for (path,) in groups])
+    reduce_scatter: Any = HalfReduceScatter(dtype) if dtype and half_gradients else None
     for paths in (*norm_groups, *groups):
         is_norm = paths[0] in norms
+        modules = [model.get_submodule(path) for path in paths]
         fully_shard(
-            [model.get_submodule(path) for path in paths],
+            modules,
             mesh=mesh,
             mp_policy=MixedPrecisionPolicy() if is_norm else policy,
             offload_policy=host,
             reshard_after_forward=frees and not (is_norm and joins_norms),
         )
+        if reduce_scatter is not None and not is_norm:
+            cast(FSDPModule, modules[0]).set_custom_reduce_scatter(reduce_scatter)
     # Backward needs the root at once: its weights stay gathered in between.
-    return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=host, reshard_after_forward=False)
+    root = fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=host, reshard_after_forward=False)
+    if reduce_scatter is not None:
+        root.set_custom_reduce_scatter(reduce_scatter)
+    return root
 
 
 def _merged(paths: list[str], num_groups: int) -> list[list[str]]:

@@ -17,8 +17,8 @@ RULES = {
     "context": "0.75 GiB for CUDA and its kernels, and 0.5 GiB for NCCL with several workers",
     "captured": "a second workspace, and what a short last batch or a validation needs beside the memory of the CUDA "
     "graph (--no-graph)",
-    "gathered": "with fsdp what is outside of blocks, two blocks, and the gradients of one block; with zero1 and zero2 "
-    "those gradients, and with --accumulate all weights",
+    "gathered": "with fsdp what is outside of blocks, two blocks (all where they take at most 256 MiB), and the "
+    "gradients of one block; with zero1 and zero2 those gradients, and with --accumulate all weights",
 }
 
 
@@ -352,11 +352,13 @@ def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, 
     sizes, in_reduction = list(blocks.values()), list(values.values())
     if spec.zero < 3 and spec.accumulate > 1:
         return root + sum(sizes) + max([*in_reduction, root_values]), 0.0
-    if spec.zero == 3 and spec.shard > 1:
-        return root + 2 * max(sizes, default=0.0) + max([*in_reduction, root_values]), 0.0
-    if spec.merge_blocks and sizes:
-        from stormo.parallel.fsdp import UNITS_OF_ONE_WORKER  # loads torch, which --help does without
+    from stormo.parallel.fsdp import KEPT_BYTES, UNITS_OF_ONE_WORKER  # loads torch, which --help does without
 
+    if spec.zero == 3 and spec.shard > 1:
+        keeps_all = spec.merge_blocks and spec.pipeline == 1 and root + sum(sizes) <= KEPT_BYTES
+        kept = sum(sizes) if keeps_all else 2 * max(sizes, default=0.0)
+        return root + kept + max([*in_reduction, root_values]), 0.0
+    if spec.merge_blocks and sizes:
         count = -(-len(sizes) // UNITS_OF_ONE_WORKER)
         in_reduction = [sum(in_reduction[start : start + count]) for start in range(0, len(sizes), count)]
     return max([*in_reduction, root_values]), root + sum(sizes)

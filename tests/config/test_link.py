@@ -19,19 +19,19 @@ def gpus(num_nodes: int = 1, **options: Any) -> Layout:
 
 def test_candidates_set_only_what_is_tuned() -> None:
     assert all(set(one) <= set(TUNED) for one in CANDIDATES)
-    assert CANDIDATES[0] == dict(zip(TUNED, ("4", "4", "1", "2"), strict=False))
-    assert CANDIDATES[1] == dict(zip(TUNED, ("8", "8", "1", "1", "8388608"), strict=True))
+    assert CANDIDATES[0] == dict(zip(TUNED, ("1", "1", "1", "4", "8388608"), strict=True))
+    assert CANDIDATES[-1] == dict(zip(TUNED, ("1", "1"), strict=False))
     assert candidates({}) == list(CANDIDATES)
 
 
 def test_the_user_has_the_last_word() -> None:
-    assert candidates({"NCCL_SOCKET_NTHREADS": "4"}) == [CANDIDATES[2]]
+    assert candidates({"NCCL_SOCKET_NTHREADS": "4"}) == [CANDIDATES[-1]]
     four = candidates({"NCCL_MIN_NCHANNELS": "4", "NCCL_MAX_NCHANNELS": "4"})
-    assert four == [{TUNED[2]: "1", TUNED[3]: "2"}, {TUNED[2]: "2", TUNED[3]: "2"}]
+    assert four == [{TUNED[2]: "1", TUNED[3]: "2", TUNED[4]: "8388608"}]
     every = dict.fromkeys(TUNED, "4")
     assert candidates(every) == []
     equal = candidates({"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "2"})
-    assert [one["NCCL_MAX_NCHANNELS"] for one in equal] == ["4", "1", "2"]
+    assert [one["NCCL_MAX_NCHANNELS"] for one in equal] == ["2", "4", "1"]
     assert candidates({"NCCL_DEBUG": "INFO"}) == list(CANDIDATES)
 
 
@@ -72,8 +72,9 @@ def test_a_link_in_a_file_is_checked(wrong: dict[str, Any]) -> None:
 
 def test_its_text_names_what_differs() -> None:
     link = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8)
-    assert str(link) == "8 channels, 1 socket thread, 1 socket each, buffers of 8 MiB, gradient buckets of 8 MiB"
+    assert str(link) == "2 channels, 1 socket thread, 2 sockets each, buffers of 8 MiB, gradient buckets of 8 MiB"
     assert str(Link(world_size=4)) == "NCCL's defaults"
+    assert str(Link(world_size=4, half_gradients=True)) == "NCCL's defaults, 16-bit gradients sent as they are"
 
 
 def test_the_plan_says_what_is_done() -> None:
@@ -94,6 +95,10 @@ def test_the_plan_says_what_is_done() -> None:
     sharded = line(gpus(num_nodes=2, strategy="fsdp"))
     assert sharded is not None
     assert sharded.startswith("NCCL's own settings: weights are gathered beside the computation")
+    assert sharded.endswith("; where it uses sockets, 16-bit gradients are sent as they are and summed in 32 bits")
+    zero2 = line(gpus(num_nodes=2, strategy="zero2"))  # sums gradients of 32 bits
+    assert zero2 is not None
+    assert zero2.endswith("which more channels slow down")
     assert line(gpus(num_nodes=2, strategy="fsdp"), tune_link=True) == line(gpus(), tune_link=True)
     assert line(gpus(num_nodes=2), deterministic=True, tune_link=True) == line(gpus(), tune_link=True)
     began = ResolvedBatch(global_batch_size=8, learning_rate=1.0, warmup_start=1.0, link={"world_size": 4})
