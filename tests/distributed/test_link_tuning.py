@@ -23,7 +23,7 @@ from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore
 from stormo.distributed.world import World
 from stormo.launch.rank_info import alone
-from tests.config.test_plan import H200
+from tests.config.test_plan import H200, configured, layout_of
 from tests.distributed.fake_probe import DEFAULT_MS
 
 BEST, SECOND = CANDIDATES[0], CANDIDATES[1]
@@ -293,6 +293,25 @@ def test_a_resume_takes_the_link_over() -> None:
     other = replace(layout, world_size=3)
     with pytest.raises(StoreAskedError):  # another number of workers is measured again
         choose_link(config, other, alone(), AnyStore(), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_sharded_layers_send_16_bits_where_nccl_uses_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FreshStore:
+        timeout = timedelta(seconds=5)
+
+        def signed(self, prefix: str) -> SignedStore:
+            return SignedStore(dist.HashStore(), prefix, b"")
+
+    def chosen(**flags: Any) -> Link | None:
+        config = configured(strategy="fsdp", **flags)
+        store: Any = FreshStore()
+        return choose_link(config, layout_of([H200] * 4, strategy="fsdp"), alone(), store, torch.device("cpu"))[0]
+
+    assert chosen() is None  # inside a node
+    monkeypatch.setenv("NCCL_HOSTID", "slice-0")
+    assert chosen() == Link(world_size=1, half_gradients=True)
+    assert chosen(tune_link=False) is None
+    assert chosen(deterministic=True) is None
 
 
 def test_the_library_is_the_one_that_torch_has_loaded(tmp_path: Path) -> None:

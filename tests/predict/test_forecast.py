@@ -81,6 +81,11 @@ def test_fsdp_gathers_two_blocks_and_the_rest_and_a_single_worker_all() -> None:
     one = held(spec)
     assert one.terms["gathered"] == 2 * VALUES + 2 * 2 * VALUES + 6 * VALUES
     assert one.terms["activations"] == 0  # no copies of weights: they are gathered as they are used
+    kept = held(replace(spec, merge_blocks=True))  # 100 MiB are not gathered again for backward
+    assert kept.terms["gathered"] == 2 * TOTAL + 6 * VALUES
+    large = replace(MODEL, parameters=tuple(parameter(f"{n}.weight", str(n), 4 * VALUES) for n in range(4)))
+    freed = forecast(large, replace(spec, merge_blocks=True), CURVE, 80 * GIB)  # of 320
+    assert freed.terms["gathered"] == 2 * 8 * VALUES + 24 * VALUES
     lone = held(ParallelSpec(zero=3, half_bytes=2, batch=10**8, merge_blocks=True))
     assert lone.terms["activations"] == 100 * 10**8 + 2 * TOTAL - 4 * TOTAL
     away = held(ParallelSpec(num_workers=2, workers_per_node=2, shard=2, zero=3, half_bytes=2, offload=True))
