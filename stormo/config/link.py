@@ -53,8 +53,6 @@ class Link:
         parts += [f"{pluralize(told[_SOCKETS], 'socket')} each"] if _SOCKETS in told else []
         parts += [f"buffers of {int(told[_BUFFER]) >> 20} MiB"] if _BUFFER in told else []
         text = ", ".join(parts) or "NCCL's defaults"
-        if self.half_gradients:
-            text += ", 16-bit gradients sent as they are"
         if self.bucket_mb is not None:
             text += f", gradient buckets of {self.bucket_mb} MiB"
         if self.bucket_s is None or self.default_s is None:
@@ -92,11 +90,11 @@ def keeps_defaults(config: TrainConfig, layout: Layout) -> str:
 def sends_half_gradients(config: TrainConfig, layout: Layout) -> bool:
     """Whether gradients that are computed in 16 bits are sent so, where NCCL uses sockets.
 
-    Only where every backward reduces them: added up over micro-batches, they have 32 bits.
+    Only where every backward reduces them: added up over micro-batches, they have 32 bits. And only where every worker
+    has a link of its own: a ring crosses the link of a node once, however many workers the node has.
     """
-    if config.workers.tune_link is False or (config.run.deterministic and not config.workers.tune_link):
-        return False
-    return layout.zero == 3 and layout.mesh.shard > 1 and layout.mesh.pipeline == 1
+    is_reduced = layout.zero == 3 and layout.mesh.shard > 1 and layout.mesh.pipeline == 1
+    return is_reduced and 1 in (layout.num_nodes, layout.workers_per_node) and not config.run.deterministic
 
 
 def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> bool:
@@ -109,9 +107,12 @@ def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = 
 
 
 def link_before(config: TrainConfig, layout: Layout) -> Link | None:
-    """The link of the resumed run, which as many workers take over."""
+    """The link of the resumed run, which as many workers take over; not if it was not measured, and now would be."""
     before = config.resumed.link if config.resumed else None
-    return None if before is None or before["world_size"] != layout.world_size else Link.read(before)
+    if before is None or before["world_size"] != layout.world_size:
+        return None
+    link = Link.read(before)
+    return link if not link.half_gradients or link.bucket_s or sends_half_gradients(config, layout) else None
 
 
 def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:

@@ -240,8 +240,10 @@ def choose_link(
         return None, ""
     group = ProbeGroup(store.signed("link"), rank_info.rank, rank_info.world_size, store.timeout)
     # Rank 0 decides for all: a node may see other network cards.
-    if not group.share("is_tuned", asked or uses_sockets(layout, os.environ)):
+    over_sockets = group.share("over_sockets", uses_sockets(layout, os.environ))
+    if not (asked or over_sockets):
         return None, ""
+    half_gradients = half_gradients and over_sockets
     if not measures:
         return Link(world_size=rank_info.world_size, half_gradients=True), ""
     library = nccl_library()

@@ -76,10 +76,9 @@ class Sharded(Replicated):
 
     def _transform(self, model: nn.Module) -> dict[str, ShardSpec]:
         link = self.world.link
-        return compose(
-            *(model, [model], self._plan, self._settings, self.task, self.world.parallel_dims),
-            half_gradients=link is not None and link.half_gradients,
-        )
+        half_gradients = link is not None and link.half_gradients
+        plan, settings, dims = self._plan, self._settings, self.world.parallel_dims
+        return compose(model, [model], plan, settings, self.task, dims, half_gradients=half_gradients)
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, values: Values) -> None:
@@ -301,13 +300,13 @@ def compose(
             # Not with recomputing, which runs unit by unit, nor with --shard-modules.
             may_join = not sharding.checkpoint_activations and sharding.shard_modules is None
             saves_messages = may_join and layout.device_type == "cuda" and dims.mesh.pipeline == 1
+            keeps = saves_messages and not sharding.offload and gathered_bytes(root, dtype) <= KEPT_BYTES
             shard(
                 root,
                 units,
                 dims,
                 dtype=dtype,
-                frees=is_split
-                and not (saves_messages and not sharding.offload and gathered_bytes(root, dtype) <= KEPT_BYTES),
+                frees=is_split and not keeps,
                 offload=sharding.offload,
                 merges=may_join and dims.mesh.size == 1,
                 joins_small=is_split and saves_messages,

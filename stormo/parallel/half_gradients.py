@@ -1,4 +1,4 @@
-"""FSDP's reduce-scatter of 16-bit gradients with half the bytes, and the same sums.
+"""FSDP's reduce-scatter of 16-bit gradients with half the bytes, and sums of 32 bits.
 
 torch makes such gradients 32 bits wide and sends them so, as NCCL would round every partial sum to 16 bits. Here each
 worker gets the 16-bit gradients of its shard from all others, and sums them in 32 bits.

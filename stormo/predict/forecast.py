@@ -92,7 +92,8 @@ class ParallelSpec:
     graph: bool = False
     tail: int | None = None  # samples of an epoch's short last batch, 0: there is none, None: not known
     data_bytes: int = 0  # of the data set, or of a prefetched batch, on the device
-    merge_blocks: bool = False  # into fewer FSDP units, on one worker
+    merge_blocks: bool = False  # into fewer FSDP units, or keep few gathered weights until backward
+    half_gradients: bool = False  # copied before they are sent, and where they arrive
     copies: int = 1  # DDP replicas, whose gradient buckets stay allocated
     averages_weights: bool = False  # of workers with local updates
     extra_copies: int = 0  # of the weights for an outer step, or of the gradients for PowerSGD
@@ -347,7 +348,8 @@ def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, 
         parts = spec.tensor if one.name in spec.tensor_sharded else 1
         blocks[one.block] = blocks.get(one.block, 0.0) + one.num_values * per_value / parts
         # Gradients in the dtype of the pass, and once more in float32, in which they are summed.
-        values[one.block] = values.get(one.block, 0.0) + one.is_trained * one.num_values * (per_value + 4) / parts
+        per_gradient = per_value + 4 + (2 * per_value if spec.half_gradients and is_half else 0)
+        values[one.block] = values.get(one.block, 0.0) + one.is_trained * one.num_values * per_gradient / parts
     root, root_values = blocks.pop("", 0.0), values.pop("", 0.0)
     sizes, in_reduction = list(blocks.values()), list(values.values())
     if spec.zero < 3 and spec.accumulate > 1:

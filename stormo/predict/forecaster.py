@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 from stormo.config.layout import Layout, resolve_layout
+from stormo.config.link import sends_half_gradients, uses_sockets
 from stormo.config.plan import Facts, Plan
 from stormo.config.plan.choices import choose_precision
 from stormo.config.plan.parallelism import STAGES_PER_WORKER
@@ -178,6 +180,7 @@ class Forecaster:
             merge_blocks=not sharding.checkpoint_activations
             and sharding.shard_modules is None
             and not sharding.offload,
+            half_gradients=sends_half_gradients(candidate.config, layout) and uses_sockets(layout, os.environ),
             copies=mesh.replicate if strategy.averages_gradients else 1,  # local and server have no DDP buckets
             averages_weights=strategy.local_updates and layout.world_size > 1,
             extra_copies=_extra_copies(candidate.config, layout),

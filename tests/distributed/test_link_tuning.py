@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from stormo.config.layout import Launched, resolve_layout
 from stormo.config.link import CANDIDATES, Link
 from stormo.config.schema import ResolvedBatch, Run, TrainConfig, Workers
+from stormo.distributed import link_tuning
 from stormo.distributed.link_tuning import LIMIT_S, Figures, Probe, ProbeGroup, choose_link, nccl_library, search, tune
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore
@@ -260,7 +262,7 @@ def test_the_users_variables_stay(run: Tuned, tmp_path: Path) -> None:
     ((link, _),) = run(size=1, variables={"NCCL_SOCKET_NTHREADS": "1", "NCCL_ALGO": "Ring"})
     assert link.variables == {name: value for name, value in BEST.items() if name != "NCCL_SOCKET_NTHREADS"}
     assert link.small_algo is None
-    assert [line.split()[1] for line in measured(tmp_path)[0]] == [*("default", *"12481", "default", "1")]
+    assert [line.split()[1] for line in measured(tmp_path)[0]] == ["default", *"12481", "default", "1"]
 
 
 def test_nccl_inside_torch_is_not_tuned(run: Tuned, tmp_path: Path) -> None:
@@ -307,8 +309,15 @@ def test_sharded_layers_send_16_bits_where_nccl_uses_sockets(monkeypatch: pytest
         store: Any = FreshStore()
         return choose_link(config, layout_of([H200] * 4, strategy="fsdp"), alone(), store, torch.device("cpu"))[0]
 
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     assert chosen() is None  # inside a node
+    monkeypatch.setattr(link_tuning, "tune", lambda *_: (Link(world_size=4, variables=BEST), ""))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert chosen(tune_link=True) == Link(world_size=4, variables=BEST)
     monkeypatch.setenv("NCCL_HOSTID", "slice-0")
+    assert chosen(tune_link=True) == Link(world_size=4, variables=BEST, half_gradients=True)
     assert chosen() == Link(world_size=1, half_gradients=True)
     assert chosen(tune_link=False) is None
     assert chosen(deterministic=True) is None

@@ -89,7 +89,7 @@ def test_a_sharded_training_is_the_same(
         strict=True,
     ):
         assert none == 0
-        assert calls >= 3
+        assert calls >= 3 * flags.get("accumulate", 1)
         assert losses == expected  # a sum of two, in any order
 
 

@@ -81,6 +81,8 @@ def test_fsdp_gathers_two_blocks_and_the_rest_and_a_single_worker_all() -> None:
     one = held(spec)
     assert one.terms["gathered"] == 2 * VALUES + 2 * 2 * VALUES + 6 * VALUES
     assert one.terms["activations"] == 0  # no copies of weights: they are gathered as they are used
+    sent = held(replace(spec, half_gradients=True))  # two copies of 16 bits more
+    assert sent.terms["gathered"] == one.terms["gathered"] + 4 * VALUES
     kept = held(replace(spec, merge_blocks=True))  # 100 MiB are not gathered again for backward
     assert kept.terms["gathered"] == 2 * TOTAL + 6 * VALUES
     large = replace(MODEL, parameters=tuple(parameter(f"{n}.weight", str(n), 4 * VALUES) for n in range(4)))
