@@ -13,7 +13,7 @@ from stormo.errors import pluralize
 from stormo.system.files import fits
 
 BUCKET_MIB = 25  # of DDP's gradient buckets
-_, MOST_CHANNELS, _THREADS, _SOCKETS, _BUFFER = TUNED = (
+_, _MOST_CHANNELS, _THREADS, _SOCKETS, _BUFFER = TUNED = (
     "NCCL_MIN_NCHANNELS",
     "NCCL_MAX_NCHANNELS",
     "NCCL_SOCKET_NTHREADS",
@@ -48,7 +48,7 @@ class Link:
 
     def __str__(self) -> str:
         told = self.variables
-        parts = [pluralize(told[MOST_CHANNELS], "channel")] if MOST_CHANNELS in told else []
+        parts = [pluralize(told[_MOST_CHANNELS], "channel")] if _MOST_CHANNELS in told else []
         parts += [pluralize(told[_THREADS], "socket thread")] if _THREADS in told else []
         parts += [f"{pluralize(told[_SOCKETS], 'socket')} each"] if _SOCKETS in told else []
         parts += [f"buffers of {int(told[_BUFFER]) >> 20} MiB"] if _BUFFER in told else []
@@ -61,18 +61,21 @@ class Link:
         return text + (f" instead of {1e3 * self.default_s:.1f} (NCCL's defaults)" if told else "")
 
 
-# Channels, threads of a connection, sockets of a thread, buffer. All keep every value whole. The likeliest come first,
-# as the time may not do for all.
-_8_MIB = str(8 << 20)
-_ROWS = (("1", "1", "4", _8_MIB), ("2", "1", "2", _8_MIB), ("4", "1", "2", _8_MIB), ("8", "1", "1", _8_MIB), ("1",))
-CANDIDATES = tuple(dict(zip(TUNED, (row[0], *row), strict=False)) for row in _ROWS)
+# Channels, threads of a connection, sockets of a thread. All keep every value whole. The likeliest come first, as the
+# time may not do for all.
+_ROWS = (("1", "1", "4"), ("1", "1", "2"), ("2", "1", "2"), ("4", "1", "2"), ("8", "1", "1"))
+CANDIDATES = tuple(dict(zip(TUNED, (row[0], *row, str(8 << 20)), strict=True)) for row in _ROWS)
+_MULTIPROCESSORS_OF_A_CHANNEL = 16  # each takes one from the computation; more of them cost more than they bring
 
 
-def candidates(users: Mapping[str, str]) -> list[dict[str, str]]:
-    """The settings to try beside those of the user, who has the last word."""
+def candidates(users: Mapping[str, str], num_multiprocessors: int) -> list[dict[str, str]]:
+    """The settings to try on such a GPU beside those of the user, who has the last word."""
     found: list[dict[str, str]] = []
     for one in CANDIDATES:
         rest = {name: value for name, value in one.items() if name not in users}
+        most = max(1, num_multiprocessors // _MULTIPROCESSORS_OF_A_CHANNEL)
+        if int(rest.get(_MOST_CHANNELS, 0)) > most:
+            continue
         if all(users.get(name, value) == value for name, value in one.items()) and rest and rest not in found:
             found.append(rest)
     return found

@@ -23,7 +23,6 @@ import torch
 from stormo.config.layout import Layout
 from stormo.config.link import (
     BUCKET_MIB,
-    MOST_CHANNELS,
     Link,
     candidates,
     keeps_defaults,
@@ -59,13 +58,12 @@ def search(
     to_try: Sequence[Mapping[str, str]],
     measure: Measure,
     world_size: int,
-    num_multiprocessors: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Link, int]:
     """The fastest settings, and how many of them were not tried for lack of time.
 
-    Fast is what costs a training little (`_cost_s`). NCCL's defaults are measured first and last, and the best of the
-    others twice: its worse time must beat their better one. So a disturbance cannot make a slower setting win.
+    NCCL's defaults are measured first and last, and the best of the others twice: its worse time must beat their better
+    one. So a disturbance cannot make a slower setting win.
     """
     times_s, tried = [clock()], list[_Tried]()
     first = measure({}, _CALLS, False)["seconds"]
@@ -79,13 +77,12 @@ def search(
     last = measure({}, calls, True)
     default_s = min(first[_BUCKET], last["seconds"][_BUCKET])
     chosen, figures, bucket_s = dict[str, str](), last, default_s
-    cost_s = partial(_cost_s, num_multiprocessors)
-    best = _best(tried, cost_s)
-    if best is not None and cost_s(best) <= _GAIN * default_s:
+    best = _best(tried)
+    if best is not None and best[1][_BUCKET] <= _GAIN * default_s:
         again = measure(best[0], calls, True)
-        confirmed = max(best, (best[0], again["seconds"]), key=cost_s)
-        if cost_s(confirmed) <= _GAIN * default_s:
-            chosen, figures, bucket_s = dict(best[0]), again, confirmed[1][_BUCKET]
+        confirmed_s = max(best[1][_BUCKET], again["seconds"][_BUCKET])
+        if confirmed_s <= _GAIN * default_s:
+            chosen, figures, bucket_s = dict(best[0]), again, confirmed_s
     link = Link(
         world_size=world_size,
         variables=chosen,
@@ -97,16 +94,9 @@ def search(
     return link, len(to_try) - len(tried)
 
 
-def _cost_s(num_multiprocessors: int, tried: _Tried) -> float:
-    """The time of a bucket, times what the computation beside it slows down: each channel takes a multiprocessor."""
-    variables, seconds = tried
-    channels = int(variables.get(MOST_CHANNELS, 0))  # how many NCCL takes by itself is not known
-    return seconds[_BUCKET] / max(0.01, 1.0 - channels / num_multiprocessors)
-
-
-def _best(tried: Sequence[_Tried], cost_s: Callable[[_Tried], float]) -> _Tried | None:
-    least_s = min(map(cost_s, tried), default=0.0)
-    near = [one for one in tried if cost_s(one) <= _TIE * least_s]
+def _best(tried: Sequence[_Tried]) -> _Tried | None:
+    least_s = min((seconds[_BUCKET] for _, seconds in tried), default=0.0)
+    near = [one for one in tried if one[1][_BUCKET] <= _TIE * least_s]
     return min(near, key=lambda one: one[1][_SMALL], default=None)
 
 
@@ -303,11 +293,10 @@ def _measured(group: ProbeGroup, probe: Probe, members: Sequence[Mapping[str, An
     """On rank 0: the link by measuring, kept for later runs; NCCL's defaults if that fails."""
     began = time.monotonic()
     users = {name: value for member in members for name, value in member["variables"].items()}
-    to_try = candidates(users)
+    to_try = candidates(users, min(member["multiprocessors"] for member in members))
     try:
         measure = partial(group.measure, probe, "NCCL_ALGO" not in users)
-        num_multiprocessors = min(member["multiprocessors"] for member in members)
-        link, num_left = search(to_try, measure, group.world_size, num_multiprocessors)
+        link, num_left = search(to_try, measure, group.world_size)
     except ProbeError as error:
         return Link(world_size=group.world_size), f"{text}The link is not tuned, NCCL's defaults stay: {error}"
     finally:

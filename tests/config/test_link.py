@@ -26,22 +26,31 @@ def gpus(num_nodes: int = 1, **options: Any) -> Layout:
     return layout_of(gpus=[H200] * 4, num_nodes=num_nodes, **options)
 
 
+def channels(found: list[dict[str, str]]) -> list[str]:
+    return [one["NCCL_MAX_NCHANNELS"] for one in found]
+
+
 def test_candidates_set_only_what_is_tuned() -> None:
     assert all(set(one) <= set(TUNED) for one in CANDIDATES)
     assert CANDIDATES[0] == dict(zip(TUNED, ("1", "1", "1", "4", "8388608"), strict=True))
-    assert CANDIDATES[-1] == dict(zip(TUNED, ("1", "1"), strict=False))
-    assert candidates({}) == list(CANDIDATES)
+    assert candidates({}, 132) == list(CANDIDATES)
+
+
+def test_channels_take_few_of_the_multiprocessors() -> None:
+    assert channels(candidates({}, 16)) == channels(candidates({}, 8)) == ["1", "1"]
+    assert channels(candidates({}, 32)) == ["1", "1", "2"]
+    assert len(candidates({"NCCL_MIN_NCHANNELS": "4", "NCCL_MAX_NCHANNELS": "4"}, 16)) == 1  # as the user says
 
 
 def test_the_user_has_the_last_word() -> None:
-    assert candidates({"NCCL_SOCKET_NTHREADS": "4"}) == [CANDIDATES[-1]]
-    four = candidates({"NCCL_MIN_NCHANNELS": "4", "NCCL_MAX_NCHANNELS": "4"})
+    assert candidates({"NCCL_SOCKET_NTHREADS": "4"}, 132) == []
+    four = candidates({"NCCL_MIN_NCHANNELS": "4", "NCCL_MAX_NCHANNELS": "4"}, 132)
     assert four == [{TUNED[2]: "1", TUNED[3]: "2", TUNED[4]: "8388608"}]
     every = dict.fromkeys(TUNED, "4")
-    assert candidates(every) == []
-    equal = candidates({"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "2"})
-    assert [one["NCCL_MAX_NCHANNELS"] for one in equal] == ["2", "4", "1"]
-    assert candidates({"NCCL_DEBUG": "INFO"}) == list(CANDIDATES)
+    assert candidates(every, 132) == []
+    equal = candidates({"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "2"}, 132)
+    assert channels(equal) == ["1", "2", "4"]
+    assert candidates({"NCCL_DEBUG": "INFO"}, 132) == list(CANDIDATES)
 
 
 def test_nccl_uses_sockets_between_slices_and_without_infiniband(tmp_path: Path) -> None:
@@ -81,7 +90,7 @@ def test_a_link_in_a_file_is_checked(wrong: dict[str, Any]) -> None:
 
 def test_its_text_names_what_differs() -> None:
     link = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8)
-    assert str(link) == "2 channels, 1 socket thread, 2 sockets each, buffers of 8 MiB, gradient buckets of 8 MiB"
+    assert str(link) == "1 channel, 1 socket thread, 2 sockets each, buffers of 8 MiB, gradient buckets of 8 MiB"
     assert str(Link(world_size=4)) == "NCCL's defaults"
 
 
