@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from stormo.config.layout import Layout
 from stormo.config.schema import TrainConfig
 from stormo.errors import pluralize
 from stormo.system.files import fits
+from stormo.system.hardware import num_cores
 
 BUCKET_MIB = 25  # of DDP's gradient buckets
 _, _MOST_CHANNELS, _THREADS, _SOCKETS, _BUFFER = TUNED = (
@@ -65,6 +67,7 @@ class Link:
 # time may not do for all.
 _ROWS = (("1", "1", "4"), ("1", "1", "2"), ("2", "1", "2"), ("4", "1", "2"), ("8", "1", "1"))
 CANDIDATES = tuple(dict(zip(TUNED, (row[0], *row, str(8 << 20)), strict=True)) for row in _ROWS)
+_CORES_OF_A_WORKER = 4  # on fewer, NCCL's socket threads wait for one another
 _MULTIPROCESSORS_OF_A_CHANNEL = 16  # each takes one from the computation; more of them cost more than they bring
 
 
@@ -100,6 +103,15 @@ def sends_half_gradients(config: TrainConfig, layout: Layout) -> bool:
     return is_reduced and 1 in (layout.num_nodes, layout.workers_per_node) and not config.run.deterministic
 
 
+def too_few_cores(layout: Layout) -> str:
+    """Why NCCL's own settings stay on this node unless the user asks to measure; empty where it has cores enough."""
+    cores, workers = num_cores(), layout.workers_per_node
+    if cores < (os.cpu_count() or 0) or cores >= _CORES_OF_A_WORKER * workers:  # the launcher's, or shared equally
+        return ""
+    told = f"{pluralize(workers, 'worker')} share {pluralize(cores, 'core')}"
+    return f"{told}, and with socket threads each needs {_CORES_OF_A_WORKER}"
+
+
 def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> bool:
     """Whether NCCL sends between these workers over sockets, as seen from this node."""
     if "NCCL_HOSTID" in environ or layout.shares_a_gpu:
@@ -131,10 +143,11 @@ def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:
         text = f"NCCL's own settings: {reason}"
         if sends_half_gradients(config, layout):
             text += "; where it uses sockets, 16-bit gradients are sent as they are and summed in 32 bits"
-    elif asked or layout.shares_a_gpu:
-        text = "NCCL's socket settings are measured at the start"
-    elif layout.num_nodes > 1:
-        text = "NCCL's socket settings are measured at the start where there is no InfiniBand"
-    else:
+    elif not asked and layout.num_nodes == 1 and not layout.shares_a_gpu:
         text = "NCCL's own settings: inside a node it needs no sockets"
+    elif not asked and (reason := too_few_cores(layout)):
+        text = f"NCCL's own settings: {reason}"
+    else:
+        text = "NCCL's socket settings are measured at the start"
+        text += "" if asked or layout.shares_a_gpu else " where there is no InfiniBand"
     return {"link": text}

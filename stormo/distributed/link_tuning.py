@@ -28,6 +28,7 @@ from stormo.config.link import (
     keeps_defaults,
     link_before,
     sends_half_gradients,
+    too_few_cores,
     uses_sockets,
 )
 from stormo.config.schema import TrainConfig
@@ -230,12 +231,10 @@ def choose_link(
         return None, ""
     group = ProbeGroup(store.signed("link"), rank_info.rank, rank_info.world_size, store.timeout)
     # Rank 0 decides for all: a node may see other network cards.
-    over_sockets = group.share("over_sockets", uses_sockets(layout, os.environ))
-    if not (asked or over_sockets):
-        return None, ""
+    over_sockets, has_cores = group.share("over_sockets", [uses_sockets(layout, os.environ), not too_few_cores(layout)])
     half_gradients = half_gradients and over_sockets
-    if not measures:
-        return Link(world_size=rank_info.world_size, half_gradients=True), ""
+    if not (asked or (measures and over_sockets and has_cores)):
+        return Link(world_size=rank_info.world_size, half_gradients=True) if half_gradients else None, ""
     library = nccl_library()
     told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
     told.pop("NCCL_HOSTID", None)  # differs between ranks

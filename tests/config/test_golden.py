@@ -234,6 +234,7 @@ def test_refusals() -> None:
 
 def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("stormo.config.link.num_cores", lambda: 64)
     texts = [f"{_named(flags)}\n{_text(plan_of(**flags))}" for flags in PLANS]
     flags: dict[str, Any] = {"num_gpus": 2, "weight_decay": 0.1, "sync_batch_norm": True}
     config, plan = configured(**flags), plan_of(**flags)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stormo.config import link
 from stormo.config.layout import Layout
 from stormo.config.link import (
     CANDIDATES,
@@ -15,11 +18,35 @@ from stormo.config.link import (
     link_before,
     link_line,
     sends_half_gradients,
+    too_few_cores,
     uses_sockets,
 )
 from stormo.config.schema import ResolvedBatch
 from stormo.errors import SettingError
 from tests.config.test_plan import FACTS, H200, configured, layout_of, plan_of
+
+
+@pytest.fixture(autouse=True)
+def num_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Sets how many cores this process may use, of how many; by default all of 64."""
+
+    def is_given(cores: int, of: int = 64) -> None:
+        monkeypatch.setattr(link, "num_cores", lambda: cores)
+        monkeypatch.setattr(os, "cpu_count", lambda: of)
+
+    is_given(64)
+    return is_given
+
+
+def test_socket_threads_need_cores(num_cores: Callable[[int, int], None]) -> None:
+    layout = gpus(num_nodes=2)
+    for cores, of, is_enough in ((16, 16, True), (15, 15, False), (4, 16, True)):  # the last is a launcher's share
+        num_cores(cores, of)
+        reason = "" if is_enough else "4 workers share 15 cores, and with socket threads each needs 4"
+        assert too_few_cores(layout) == reason
+        own = f"NCCL's own settings: {reason}"
+        assert (link_line(configured(), layout)["link"] == own) is not is_enough
+        assert link_line(configured(tune_link=True), layout)["link"].endswith("are measured at the start")
 
 
 def gpus(num_nodes: int = 1, **options: Any) -> Layout:
@@ -81,16 +108,16 @@ def test_nccl_uses_sockets_between_slices_and_without_infiniband(tmp_path: Path)
     ],
 )
 def test_a_link_in_a_file_is_checked(wrong: dict[str, Any]) -> None:
-    link = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8, small_algo="tree", bucket_s=0.01, default_s=0.02)
-    assert Link.read(asdict(link)) == link
-    for content in (asdict(link) | wrong, [link.world_size], None, {"variables": {}}):
+    one = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8, small_algo="tree", bucket_s=0.01, default_s=0.02)
+    assert Link.read(asdict(one)) == one
+    for content in (asdict(one) | wrong, [one.world_size], None, {"variables": {}}):
         with pytest.raises(ValueError, match=r"^it "):
             Link.read(content)
 
 
 def test_its_text_names_what_differs() -> None:
-    link = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8)
-    assert str(link) == "1 channel, 1 socket thread, 2 sockets each, buffers of 8 MiB, gradient buckets of 8 MiB"
+    one = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8)
+    assert str(one) == "1 channel, 1 socket thread, 2 sockets each, buffers of 8 MiB, gradient buckets of 8 MiB"
     assert str(Link(world_size=4)) == "NCCL's defaults"
 
 
@@ -119,12 +146,12 @@ def test_gradients_of_16_bits_are_sent_so_where_that_is_less(
 
 
 def test_a_link_that_was_not_measured_is_measured_under_another_strategy() -> None:
-    link = Link(world_size=4, half_gradients=True)
-    began = ResolvedBatch(global_batch_size=8, learning_rate=1.0, warmup_start=1.0, link=asdict(link))
+    one = Link(world_size=4, half_gradients=True)
+    began = ResolvedBatch(global_batch_size=8, learning_rate=1.0, warmup_start=1.0, link=asdict(one))
     config = replace(configured(), resumed=began)
-    assert link_before(config, gpus(strategy="fsdp")) == link
+    assert link_before(config, gpus(strategy="fsdp")) == one
     assert link_before(config, gpus(strategy="ddp")) is None
-    measured = replace(link, bucket_s=0.01, default_s=0.02)
+    measured = replace(one, bucket_s=0.01, default_s=0.02)
     assert link_before(replace(config, resumed=replace(began, link=asdict(measured))), gpus(strategy="ddp")) == measured
 
 
