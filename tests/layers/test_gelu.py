@@ -36,7 +36,7 @@ def test_compiled_it_is_as_good_as_torchs_own(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y.double(), exact, rtol=0.51 * step, atol=1e-6)
     torch.testing.assert_close(x.grad.double(), derivative, rtol=0.51 * step, atol=1e-6)
     ours, torchs = ((each.double() - exact).abs().mean() for each in (y, F.gelu(x)))
-    assert ours <= torchs * 1.001  # kernels differ in the rounding of a few numbers
+    assert ours <= torchs * 1.0001  # halfway between two 16-bit numbers, 2e-7 decide how one is rounded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
