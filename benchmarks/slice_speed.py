@@ -26,10 +26,17 @@ from benchmarks.command import aligned, free_port, torchrun_variables, train_com
 from benchmarks.slice_devices import Devices
 from benchmarks.slice_peers import FIGURE, PACKAGES, package_of
 
-SIDES = ("stormo", "plain", "same link", "accelerate", "lightning", "stormo fsdp", "plain fsdp", "stormo sync norm")
+SIDES = (
+    *("stormo", "plain", "same link", "own link", "accelerate", "lightning"),
+    *("stormo fsdp", "plain fsdp", "stormo sync norm"),
+)
 _PEERS = {"plain": "plain", "same link": "plain", "plain fsdp": "fsdp", "accelerate": "accelerate"}
 _PEERS |= {"lightning": "lightning"}
-_FLAGS = {"stormo fsdp": ("--strategy", "fsdp"), "stormo sync norm": ("--sync-batch-norm",)}
+_FLAGS = {
+    "own link": ("--no-tune-link",),  # stormo with NCCL's own settings
+    "stormo fsdp": ("--strategy", "fsdp"),
+    "stormo sync norm": ("--sync-batch-norm",),
+}
 # Figure: (side, beside which other side); speeds are divided.
 RATIOS = {
     "ddp_vs_plain_4": ("stormo", "plain"),
@@ -135,6 +142,7 @@ class SpeedStage:
         epochs = [event for event in map(json.loads, lines) if event["event"] == "epoch_done"]
         if side == "stormo" and len(devices) == min(4, len(self._devices)):
             self.speed.link = options.link or recorded_link(self._folder / name)
+            print(f"link: {self.speed.link}", file=sys.stderr, flush=True)
         return float(epochs[-1]["samples_per_s"])
 
     def _peer(self, peer: str, devices: Devices, link: Mapping[str, str]) -> float:
