@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import forked
 from tests.ranks import Pool
@@ -21,6 +22,9 @@ forked.take_interrupts()
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Other tests run beside: how long an example takes says nothing.
+settings.register_profile("stormo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("stormo")
 MOST_S = 300.0  # for a test, and for what it needs: one that waits for ever fails by name, and the others go on
 
 

@@ -346,7 +346,7 @@ ENTRY = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(attempts=st.lists(st.tuples(st.integers(0, 9), st.lists(ENTRY, max_size=8)), min_size=1, max_size=4))
 def test_parts_sum_to_the_total_whatever_happened(
     tmp_path_factory: pytest.TempPathFactory, attempts: list[tuple[int, list[tuple[str, float, float, int, float]]]]

@@ -45,7 +45,7 @@ def _meter(*sources: Source) -> tuple[Meter, Scripted, Clock]:
     return Meter([probe], clock, background=False), probe, clock
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(steps=st.lists(st.tuples(st.integers(1, 10), st.integers(0, 99_999)), max_size=40))
 def test_a_counter_that_wraps_adds_up(steps: list[tuple[int, int]]) -> None:
     source = replace(cpu("p"), wraps_at_j=100_000.0)

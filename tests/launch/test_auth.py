@@ -207,7 +207,7 @@ _NAMES = st.sampled_from(["type", "nonce", "code", "protocol", "member"])
 _WORDS = st.sampled_from(["answer", "hello", "proof", "challenge", "\ud800", NONCE])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(message=st.dictionaries(_NAMES, _ANYTHING | _WORDS))
 def test_no_message_of_a_stranger_brings_the_server_down(message: dict[str, Any]) -> None:
     server = Server(socket.create_server(("127.0.0.1", 0)), hello(0, 2), secret=SECRET, timeouts=TIMEOUTS)

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stormo.errors import SettingError
@@ -70,7 +70,6 @@ def compress(prefix: str, values: list[tuple[int, int]], suffix: str) -> str:
     return f"{prefix}[{','.join(parts)}]{suffix}"
 
 
-@settings(deadline=None)  # a busy machine
 @given(
     groups=st.lists(st.tuples(st.sampled_from(["n", "gpu-", "r2c"]), numbers, st.sampled_from(["", "a", "-ib"]))),
 )

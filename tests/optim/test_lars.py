@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -28,7 +28,6 @@ def _layer(seed: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), powers)
 def test_the_step_of_lars_does_not_change_with_the_scale_of_the_gradient(seed: int, scale: float) -> None:
     weight, gradient = _layer(seed)
@@ -37,7 +36,6 @@ def test_the_step_of_lars_does_not_change_with_the_scale_of_the_gradient(seed: i
     assert float(step.norm()) == pytest.approx(0.5 * 0.001 * float(weight.norm()))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), powers, st.floats(1e-3, 1e3), st.floats(0, 1), st.floats(1e-3, 10))
 def test_the_rate_of_larc_is_never_above_the_global_one(
     seed: int, scale: float, trust: float, decay: float, rate: float

@@ -692,7 +692,7 @@ def test_one_worker_has_no_hooks_and_nothing_to_do() -> None:
     first_bytes=st.integers(1, 600),
     other_bytes=st.integers(1, 2000),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_buckets_hold_every_parameter_once_without_overlap(
     sizes: list[tuple[int, torch.dtype]], first_bytes: int, other_bytes: int
 ) -> None:

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stormo.profiling.summary import (
@@ -38,7 +38,6 @@ def _is_tidy(moments: Intervals) -> bool:
     )
 
 
-@settings(deadline=None)
 @given(first=INTERVALS, second=INTERVALS, spans=INTERVALS)
 def test_sets_of_moments_are_those_of_their_numbers(
     first: list[Interval], second: list[Interval], spans: list[Interval]
