@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -24,34 +23,27 @@ import torch.distributed as dist
 from benchmarks.command import aligned, result_line
 from benchmarks.rank_pool import RankPool
 from benchmarks.slice_devices import Devices, cpu_processes, find_slices
-from stormo.config.layout import resolve_layout
+from benchmarks.slices import data_folder
+from benchmarks.strategy_worker import batches, build
 from stormo.config.link import CANDIDATES, Link, candidates
-from stormo.config.plan import resolve
 from stormo.distributed.world import World
-from stormo.parallel.table import strategy_class
-from stormo.system.hardware import visible_gpus
-from stormo.training.settings import read_settings
-from stormo.training.trainer import make_loader, set_arithmetic
+from stormo.tasks.fashion_mnist import FashionMnist, FashionMnistOptions
 
 _BUCKET_VALUES = 25 * 2**20 // 4
+_BATCH_SIZE = 512
 _WARM_STEPS, _CALLS = 10, 5
 _TIMEOUT_S = 120.0
 Times = tuple[float, float, int]  # of a bucket and of a step in milliseconds, and the GPU's multiprocessors
 
 
-def measure(world: World, flags: list[str], num_steps: int) -> Times:
+def measure(world: World, width: float, folder: str, num_steps: int) -> Times:
     """The times of one rank."""
     is_gpu = world.device.type == "cuda"
-    config, task_class = read_settings(flags)
-    task = task_class(config.task_options)
-    plan = resolve(config, resolve_layout(config, visible_gpus() * world.size if is_gpu else ()), task.facts())
-    world.arrange(plan.layout.mesh, plan.layout.spec.data_axes)
-    set_arithmetic(config, plan)
-    torch.manual_seed(0)
-    strategy = strategy_class(plan.layout, task)(world, plan, task, config)
-    loader = make_loader(config, plan, task, world)
-    strategy.warm_up(loader)
-    batches = loader.epoch(1)
+    settings: dict[str, Any] = {"width": width, "data_folder": folder, "train_samples": 100 * _BATCH_SIZE}
+    task = FashionMnist(FashionMnistOptions(**settings))
+    built = build(world, task, {"strategy": "ddp", "global_batch_size": _BATCH_SIZE})
+    strategy, every = built.strategy, batches(built.loader)
+    strategy.warm_up(built.loader)
     bucket = torch.zeros(_BUCKET_VALUES, device=world.device)
 
     def milliseconds(run: Callable[[int], None], warm: int, count: int) -> float:
@@ -70,8 +62,8 @@ def measure(world: World, flags: list[str], num_steps: int) -> Times:
             dist.all_reduce(bucket)
 
     def train(count: int) -> None:
-        for batch in islice(batches, count):
-            strategy.micro_step(batch)
+        for _ in range(count):
+            strategy.micro_step(next(every))
             strategy.step(0.01)
 
     times = milliseconds(all_reduce, 2, _CALLS), milliseconds(train, _WARM_STEPS, num_steps)
@@ -79,11 +71,11 @@ def measure(world: World, flags: list[str], num_steps: int) -> Times:
     return *times, torch.cuda.get_device_properties(world.device).multi_processor_count if is_gpu else 0
 
 
-def under(setting: Mapping[str, str], devices: Devices, flags: list[str], num_steps: int) -> Times:
-    """The times of the slowest rank under one setting, in new processes."""
+def under(setting: Mapping[str, str], devices: Devices, *arguments: Any) -> Times:
+    """The times of the slowest rank under one setting, in new processes; the arguments are those of `measure`."""
     size = len(devices)
     with RankPool(_TIMEOUT_S, [{**devices.of_rank(rank), **setting} for rank in range(size)]) as pool:
-        buckets, steps, multiprocessors = zip(*pool.run(measure, size, flags, num_steps), strict=True)
+        buckets, steps, multiprocessors = zip(*pool.run(measure, size, *arguments), strict=True)
     return max(buckets), max(steps), min(multiprocessors)
 
 
@@ -92,24 +84,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40, help="that are timed in a round; at most 100")
+    parser.add_argument("--steps", type=int, default=40, help="that are timed in a round")
     parser.add_argument("--width", type=float, default=10.0, help="of the WideResNet (default: 10)")
     parser.add_argument("--data-folder")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the benchmark itself")
     options = parser.parse_args(arguments)
+    if min(options.workers - 1, options.rounds, options.steps) < 1:
+        parser.error(
+            "a link needs 2 workers, and a median a round and a step: set --workers 2, --rounds 1, --steps 1 or more"
+        )
     devices = find_slices() if options.device == "cuda" else cpu_processes(options.workers)
     if len(devices) < options.workers:
         print(f"stormo: {len(devices)} slices were found: cut a GPU with `stormo doctor --slices 7`", file=sys.stderr)
         return 2
+    data = data_folder(options.data_folder)
+    if data is None:
+        return 2
     devices = devices.take(0, options.workers)
-    flags = ["fashion-mnist", "--device", options.device, "--num-gpus", str(options.workers)]
-    flags += ["--global-batch-size", "512", "--task.width", str(options.width), "--no-tune-link"]
-    flags += ["--task.data-folder", options.data_folder] if options.data_folder else []
     settings: list[dict[str, str]] = [{}, *CANDIDATES]
     found: list[list[Times]] = [[] for _ in settings]
     for _ in range(options.rounds):
         for setting, times in zip(settings, found, strict=True):
-            times.append(under(setting, devices, flags, options.steps))
+            times.append(under(setting, devices, options.width, str(data), options.steps))
     print("\n".join(table(settings, found)))
     print(result_line({"workers": options.workers, **figures(settings, found)}))
     return 0

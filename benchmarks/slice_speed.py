@@ -27,13 +27,13 @@ from benchmarks.slice_devices import Devices
 from benchmarks.slice_peers import FIGURE, PACKAGES, package_of
 
 SIDES = (
-    *("stormo", "plain", "same link", "own link", "accelerate", "lightning"),
+    *("stormo", "plain", "same link", "stormo untuned", "accelerate", "lightning"),
     *("stormo fsdp", "plain fsdp", "stormo sync norm"),
 )
 _PEERS = {"plain": "plain", "same link": "plain", "plain fsdp": "fsdp", "accelerate": "accelerate"}
 _PEERS |= {"lightning": "lightning"}
 _FLAGS = {
-    "own link": ("--no-tune-link",),  # stormo with NCCL's own settings
+    "stormo untuned": ("--no-tune-link",),  # stormo with NCCL's own settings
     "stormo fsdp": ("--strategy", "fsdp"),
     "stormo sync norm": ("--sync-batch-norm",),
 }

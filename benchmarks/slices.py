@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    options.data_folder = _data_folder(options.data_folder)
+    options.data_folder = data_folder(options.data_folder)
     if options.data_folder is None:
         return 2
     figures: dict[str, Any] = dict.fromkeys(FIGURES, math.nan)
@@ -102,7 +102,8 @@ def link(text: str) -> dict[str, str]:
     return {name: value for name, _, value in words}
 
 
-def _data_folder(given: str | None) -> Path | None:
+def data_folder(given: str | None) -> Path | None:
+    """The folder with Fashion-MNIST; None, and a sentence, where it is not on this machine."""
     from stormo.data.fashion_mnist import find_or_fetch
     from stormo.errors import StormoError
 

@@ -74,12 +74,11 @@ _MULTIPROCESSORS_OF_A_CHANNEL = 16  # each takes one from the computation; more 
 def candidates(users: Mapping[str, str], num_multiprocessors: int) -> list[dict[str, str]]:
     """The settings to try on such a GPU beside those of the user, who has the last word."""
     found: list[dict[str, str]] = []
+    most = max(1, num_multiprocessors // _MULTIPROCESSORS_OF_A_CHANNEL)
     for one in CANDIDATES:
         rest = {name: value for name, value in one.items() if name not in users}
-        most = max(1, num_multiprocessors // _MULTIPROCESSORS_OF_A_CHANNEL)
-        if int(rest.get(_MOST_CHANNELS, 0)) > most:
-            continue
-        if all(users.get(name, value) == value for name, value in one.items()) and rest and rest not in found:
+        is_agreed = all(users.get(name, value) == value for name, value in one.items())
+        if is_agreed and int(rest.get(_MOST_CHANNELS, 0)) <= most and rest and rest not in found:
             found.append(rest)
     return found
 

@@ -300,7 +300,7 @@ def compose(
             # Not with recomputing, which runs unit by unit, nor with --shard-modules.
             may_join = not sharding.checkpoint_activations and sharding.shard_modules is None
             saves_messages = may_join and layout.device_type == "cuda" and dims.mesh.pipeline == 1
-            keeps = saves_messages and not sharding.offload and gathered_bytes(root, dtype) <= KEPT_BYTES
+            keeps = saves_messages and not sharding.offload and _gathered_bytes(root, dtype) <= KEPT_BYTES
             shard(
                 root,
                 units,
@@ -316,7 +316,7 @@ def compose(
     return specs
 
 
-def gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Of all weights of a model that is gathered in this dtype, None for their own."""
     return sum(one.numel() * (dtype or one.dtype).itemsize for one in model.parameters())
 

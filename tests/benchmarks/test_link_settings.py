@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import link_settings, rank_pool
@@ -39,3 +41,16 @@ def test_without_slices_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(link_settings, "find_slices", lambda: link_settings.cpu_processes(2))
     assert link_settings.main(["--workers", "4"]) == 2
     assert "2 slices were found: cut a GPU with `stormo doctor --slices 7`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--workers", "1"], ["--rounds", "0"], ["--steps", "0"]], ids=" ".join)
+def test_too_few_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        link_settings.main(["--device", "cpu", *flags])
+    assert ended.value.code == 2
+    assert "set --workers 2, --rounds 1, --steps 1 or more" in capsys.readouterr().err
+
+
+def test_without_the_data_it_says_what_to_carry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert link_settings.main(["--device", "cpu", "--workers", "2", "--data-folder", str(tmp_path)]) == 2
+    assert "carry its four files here" in capsys.readouterr().err

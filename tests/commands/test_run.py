@@ -198,7 +198,7 @@ def test_a_syntax_error_is_shown_once_with_its_line(tmp_path: Path) -> None:
     tmp_path.joinpath("broken.py").write_text("import stormo\nworld = stormo.World(\n")
     code, _, err = _run(2, script=tmp_path / "broken.py")
     assert code == 1
-    assert re.search(r"^stormo: rank [01] on host \S+ ended with exit code 1 and did not report why$", err, re.M)
+    assert re.match(r"stormo: rank [01] on host \S+ ended with exit code 1 and did not report why\n", err)
     assert "SyntaxError: '(' was never closed" in err
 
 
