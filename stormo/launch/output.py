@@ -24,10 +24,10 @@ _MAX_LINE_BYTES = 64 * 1024
 _NUM_LAST_LINES = 20
 _READ_REST_S, _QUIET_MS = 1.0, 50
 PREFIX = "stormo: "  # of the launcher's messages
-# How a script reports a flag that it does not know. All workers then write the same and exit, which takes a while for a
-# process that has loaded torch.
-_USAGE = re.compile(rb"(?:\[rank \d+\] )?usage: .*\[", re.IGNORECASE)  # [-h], [OPTIONS]
-_USAGE_HOLD_S = 5.0
+# What a Python program writes before it exits, which takes a while for a process that has loaded torch: an error, a
+# syntax error, a flag that it does not know.
+_LAST_WORDS = re.compile(rb"""(?:\[rank \d+\] )?(?:Traceback \(most recent call last\)|  File "|[Uu]sage: )""")
+_LAST_WORDS_HOLD_S = 5.0
 _TRACE_HOLD_S = 5.0  # for another node to report the cause of a trace
 
 
@@ -127,9 +127,9 @@ class LogMultiplexer:
         if stream.target_fd == STDOUT:
             write_all(STDOUT, b"".join(lines))
         elif not self._cause_shown:  # afterwards only consequences come
-            usage_s = _USAGE_HOLD_S if any(map(_USAGE.match, lines)) else 0.0
+            last_words_s = _LAST_WORDS_HOLD_S if any(map(_LAST_WORDS.match, lines)) else 0.0
             trace_s = _TRACE_HOLD_S if any(map(is_native_trace, lines)) else 0.0
-            until = time.monotonic() + max(self._hold_s, usage_s, trace_s)
+            until = time.monotonic() + max(self._hold_s, last_words_s, trace_s)
             self._held.extend((until, stream.rank, line) for line in lines)
 
     def show_held_lines(self, *, at_once: bool = False) -> None:
