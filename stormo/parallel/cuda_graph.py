@@ -75,7 +75,7 @@ def _is_alike(leaf: Any, static: Tensor) -> bool:
 
 
 def capture(
-    forward_backward: ForwardBackward, data: Any, module: nn.Module, owners: Mapping[str, Any]
+    forward_backward: ForwardBackward, data: Any, module: nn.Module, owners: Mapping[str, Any], *, has_peers: bool
 ) -> MicroBatchGraph:
     """Record a micro-batch like this one, or raise `CaptureRefusedError` and leave the process usable.
 
@@ -86,6 +86,8 @@ def capture(
         data: a batch on the device.
         module: its parameters get the gradients.
         owners: objects by name whose plain attributes a micro-batch must not change.
+        has_peers: whether collectives are captured. An error before the capture itself is then raised as it is: other
+            ranks wait for this one in a collective that it has left, and only its end ends them.
     """
     leaves, structure = tree_flatten(data)
     for leaf in leaves:
@@ -100,16 +102,20 @@ def capture(
     side = torch.cuda.Stream(device) if main == torch.cuda.default_stream(device) else main
     side.wait_stream(main)
     torch.cuda.empty_cache()  # streams do not share cached memory: a whole micro-batch would be allocated twice
+    is_recording = False
     try:
         with torch.cuda.stream(side):
             forward_backward(static)  # creates handles, workspaces and tuned kernels
             _check_host(forward_backward, static, {"model": module, **owners})
             clear_gradients(parameters)  # so that the capture writes gradients instead of adding to them
+            is_recording = True
             graph, loss = _record(forward_backward, static, device)
         return MicroBatchGraph(graph, inputs, structure, loss, parameters)
     except CaptureRefusedError:
         raise
     except Exception as error:
+        if has_peers and not is_recording and not is_synchronizing_capture(error):
+            raise
         raise CaptureRefusedError(_reason(error)) from None
     finally:
         main.wait_stream(side)

@@ -24,18 +24,23 @@ TRACES = ("ProcessGroupNCCL", "Exception raised from", "frame #", "terminate cal
 StartProgram = Callable[..., Any]
 
 
-def command(folder: Path, *words: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "stormo",
-        "train",
-        TASK,
-        *FLAGS.split(),
-        "--runs-folder",
-        str(folder / "runs"),
-        *words,
-    ]
+RAISES_BEFORE_CAPTURE = """
+import sys, torch
+sys.path.insert(0, {folder!r})
+from tiny_task import Tiny
+
+class Raises(Tiny):
+    def loss(self, model, batch):
+        if torch.cuda.get_sync_debug_mode() != 0 and torch.distributed.get_rank() == 1:
+            raise ValueError("the task fails on purpose")  # others wait for its gradients
+        x, y = batch
+        return torch.nn.functional.cross_entropy(model(x), y)
+"""
+
+
+def command(folder: Path, *words: str, task: str = TASK) -> list[str]:
+    runs = ["--runs-folder", str(folder / "runs")]
+    return [sys.executable, "-m", "stormo", "train", task, *FLAGS.split(), *runs, *words]
 
 
 def lines_of(job: Any) -> list[str]:
@@ -78,6 +83,15 @@ def test_a_rank_that_raises(failed: Failed) -> None:
     assert lines[0].startswith("stormo: rank 1 on host ")
     assert lines[0].endswith("failed: ValueError: the tiny task fails on purpose")
     assert lines[1].startswith("Traceback")
+
+
+def test_a_rank_that_raises_just_before_its_step_is_captured(start_program: StartProgram, tmp_path: Path) -> None:
+    task = tmp_path / "raises.py"
+    task.write_text(RAISES_BEFORE_CAPTURE.format(folder=str(Path(TASK).parent)))
+    slices = find_slices().take(0, 4).of_command()
+    lines = lines_of(start_program(command(tmp_path, "--num-gpus", "4", "--graph", task=f"{task}:Raises"), **slices))
+    assert lines[0].startswith("stormo: rank 1 on host ")
+    assert lines[0].endswith("failed: ValueError: the task fails on purpose")
 
 
 def test_a_rank_that_exits(failed: Failed) -> None:

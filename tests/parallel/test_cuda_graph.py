@@ -90,7 +90,7 @@ def test_the_plan_decides_whether_a_step_is_replayed(num_gpus: int, flags: dict[
 )
 def test_a_batch_that_a_replay_would_freeze_is_refused(data: Any, words: str) -> None:
     with pytest.raises(CaptureRefusedError, match=words):
-        capture(lambda data: pytest.fail("no pass may run"), data, nn.Linear(1, 1), {})
+        capture(lambda data: pytest.fail("no pass may run"), data, nn.Linear(1, 1), {}, has_peers=False)
 
 
 class _Owner:
