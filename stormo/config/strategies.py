@@ -98,7 +98,7 @@ SPECS: dict[str, StrategySpec] = {
         ),
         _sharded("zero1", "shard", "optimizer state sharded", zero=1),
         _sharded("zero2", "shard", "optimizer state and gradients sharded", zero=2),
-        _sharded("fsdp", "shard", "weights, gradients and optimizer state sharded", zero=3),
+        _sharded("fsdp", "shard", "weights, gradients and optimizer state sharded", zero=3, takes_cuda_graph=True),
         _sharded(
             "hsdp",
             "shard",

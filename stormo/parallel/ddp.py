@@ -100,6 +100,11 @@ class Replicated(Strategy):
     _replica: DistributedDataParallel | None = None  # set by `_replicate`
     _is_exchanging = False  # whether this micro-batch is the last of its step
 
+    def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
+        if plan.graph and world.size > 1:
+            leave_default_stream(world.device)
+        super().__init__(world, plan, task, settings)
+
     def _replicate(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
         """Let DDP average the gradients of a model."""
         align_strides(model)
@@ -142,17 +147,29 @@ class Replicated(Strategy):
         if any(parameter.grad is None and parameter.requires_grad for parameter in self._trained):
             raise unused_parameters(self.task, without_gradient(self.module), _LATER)
 
+    def _capture(self, batch: Batch) -> None:
+        """Capture a micro-batch with its exchange of gradients, on all workers or on none."""
+        if self.world.size == 1:
+            super()._capture(batch)
+            return
+        if self.task.find_unused:
+            self._note_no_graph(_NO_GRAPH_UNUSED)
+            return
+        for _ in range(_STEPS_BEFORE_CAPTURE):
+            with self._gradient_sync(True):
+                self._forward_backward(self._eager, batch.data, batch.weight)
+            self.clear_gradients()
+        super()._capture(batch)
+        if self.world.any(self._graph is None) and self._graph is not None:
+            self._graph = None  # a collective of a graph must be one of all graphs
+            self._note_no_graph(_NO_GRAPH_ELSEWHERE)
+
 
 class Ddp(Replicated):
     """torch's DistributedDataParallel."""
 
     _compression: Compression | None = None
     _hook_meter: NoiseScaleMeter | None = None  # sees every bucket
-
-    def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
-        if plan.graph and world.size > 1:
-            leave_default_stream(world.device)
-        super().__init__(world, plan, task, settings)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.world.size == 1:
@@ -207,22 +224,8 @@ class Ddp(Replicated):
         return self.module  # DDP's hooks act only after its own forward
 
     def _capture(self, batch: Batch) -> None:
-        """Capture a micro-batch with its exchange of gradients, on all workers or on none."""
-        if self.world.size == 1:
-            super()._capture(batch)
-            return
-        if self.task.find_unused:
-            self._note_no_graph(_NO_GRAPH_UNUSED)
-            return
-        for _ in range(_STEPS_BEFORE_CAPTURE):
-            with self._gradient_sync(True):
-                self._forward_backward(self._eager, batch.data, batch.weight)
-            self.clear_gradients()
         with nullcontext() if self._hook_meter is None else self._hook_meter.capturing():
             super()._capture(batch)
-        if self.world.any(self._graph is None) and self._graph is not None:
-            self._graph = None  # a collective of a graph must be one of all graphs
-            self._note_no_graph(_NO_GRAPH_ELSEWHERE)
 
     def _replayed(self) -> None:
         if self._hook_meter is not None:

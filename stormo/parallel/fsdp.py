@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
+from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import MODEL, ParallelDims
 from stormo.distributed.world import World
 from stormo.errors import SettingError
@@ -39,6 +40,8 @@ from stormo.parallel.tensor.split import split_tensor, unequal_gradients
 from stormo.parallel.units import recompute, units_of
 from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
+
+_NO_GRAPH_GATHERS_AGAIN = "the weights are gathered again for backward, which torch cannot capture"
 
 
 class Sharded(Replicated):
@@ -201,6 +204,12 @@ class Sharded(Replicated):
             gradient = parameter.grad
             shard.local.grad = None if gradient is None else plain(gradient).to(shard.local.device)
 
+    def _capture(self, batch: Batch) -> None:
+        if frees_weights(self.module, self._plan, self._settings, self.world.parallel_dims):
+            self._note_no_graph(_NO_GRAPH_GATHERS_AGAIN)
+            return
+        super()._capture(batch)
+
     def _gradient_norm(self) -> Tensor:
         return self._global_squares.total([shard.local.grad for _, shard in self._pairs])
 
@@ -300,13 +309,12 @@ def compose(
             # Not with recomputing, which runs unit by unit, nor with --shard-modules.
             may_join = not sharding.checkpoint_activations and sharding.shard_modules is None
             saves_messages = may_join and layout.device_type == "cuda" and dims.mesh.pipeline == 1
-            keeps = saves_messages and not sharding.offload and _gathered_bytes(root, dtype) <= KEPT_BYTES
             shard(
                 root,
                 units,
                 dims,
                 dtype=dtype,
-                frees=is_split and not keeps,
+                frees=frees_weights(root, plan, settings, dims),
                 offload=sharding.offload,
                 merges=may_join and dims.mesh.size == 1,
                 joins_small=is_split and saves_messages,
@@ -314,6 +322,17 @@ def compose(
                 half_gradients=half_gradients,
             )
     return specs
+
+
+def frees_weights(root: nn.Module, plan: Plan, settings: TrainConfig, dims: ParallelDims) -> bool:
+    """Whether gathered weights are freed between forward and backward, and gathered again."""
+    layout, sharding = plan.layout, settings.sharding
+    if layout.zero != 3 or dims.mesh.shard == 1:
+        return False
+    is_free_to_keep = not (sharding.checkpoint_activations or sharding.shard_modules or sharding.offload)
+    if not is_free_to_keep or layout.device_type != "cuda" or dims.mesh.pipeline > 1:
+        return True
+    return _gathered_bytes(root, HALF_DTYPES.get(plan.precision)) > KEPT_BYTES
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:

@@ -111,10 +111,12 @@ def choose_graph(
         (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"),
         (
             not layout.spec.takes_cuda_graph,
-            f"{' and '.join(sorted(names(lambda row: row.takes_cuda_graph)))} are captured and the strategy is "
+            f"{', '.join(sorted(names(lambda row: row.takes_cuda_graph)))} are captured and the strategy is "
             f"{layout.strategy}",
             "leave it out, or set --strategy ddp",
         ),
+        (asked is None and layout.spec.is_sharded, "a sharded step is captured where --graph asks for it", ""),
+        (config.sharding.offload, "offloaded weights are copied by Python", "leave out --offload"),
         (
             layout.backend == "gloo" and layout.world_size > 1,
             "Gloo sends gradients through the host, which a replay leaves out",
