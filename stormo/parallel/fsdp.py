@@ -210,6 +210,10 @@ class Sharded(Replicated):
             return
         super()._capture(batch)
 
+    def _replayed(self) -> None:
+        super()._replayed()
+        self._reshard()  # a replay gathers for itself; what a validation has gathered is old after this step
+
     def _gradient_norm(self) -> Tensor:
         return self._global_squares.total([shard.local.grad for _, shard in self._pairs])
 

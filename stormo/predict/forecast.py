@@ -229,7 +229,6 @@ def _stage_forecast(
     stage: frozenset[str] | None,
     validation: Rows,
 ) -> Forecast:
-    is_captured = spec.graph and spec.accumulate == 1
     own = [one for one in model.parameters if stage is None or one.name in stage]
     zero, trained = spec.zero, [one for one in own if one.is_trained]
     are_sharded = zero >= 2 or (zero == 1 and spec.accumulate == 1)  # zero1 sums gradients once in a step
@@ -249,7 +248,8 @@ def _stage_forecast(
     if spec.offload:
         host = rows + state + sum(_bytes(one, one.num_bytes, spec, sharded=True) for one in trained)
         weights = gradients = state = step = 0.0
-    gathered, freed = _gathered(own, spec) if zero else (0.0, 0.0)
+    gathered, freed, gathers_again = _gathered(own, spec) if zero else (0.0, 0.0, False)
+    is_captured = spec.graph and spec.accumulate == 1 and not gathers_again
     terms = {
         "weights": weights,
         "gradients": gradients,
@@ -338,8 +338,8 @@ def _bytes(one: ParameterSize, num_bytes: float, spec: ParallelSpec, sharded: bo
     return num_bytes * -(-one.num_rows // spec.shard) / max(one.num_rows, 1)
 
 
-def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, float]:
-    """Weights that sharding has gathered: what stays, and what is freed during backward."""
+def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, float, bool]:
+    """Weights that sharding has gathered: what stays, what backward frees, and whether it gathers them again."""
     blocks: dict[str, float] = {}
     values: dict[str, float] = {}
     for one in own:
@@ -353,17 +353,17 @@ def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, 
     root, root_values = blocks.pop("", 0.0), values.pop("", 0.0)
     sizes, in_reduction = list(blocks.values()), list(values.values())
     if spec.zero < 3 and spec.accumulate > 1:
-        return root + sum(sizes) + max([*in_reduction, root_values]), 0.0
+        return root + sum(sizes) + max([*in_reduction, root_values]), 0.0, False
     from stormo.parallel.fsdp import KEPT_BYTES, UNITS_OF_ONE_WORKER  # loads torch, which --help does without
 
     if spec.zero == 3 and spec.shard > 1:
         keeps_all = spec.merge_blocks and spec.pipeline == 1 and root + sum(sizes) <= KEPT_BYTES
         kept = sum(sizes) if keeps_all else 2 * max(sizes, default=0.0)
-        return root + kept + max([*in_reduction, root_values]), 0.0
+        return root + kept + max([*in_reduction, root_values]), 0.0, not keeps_all
     if spec.merge_blocks and sizes:
         count = -(-len(sizes) // UNITS_OF_ONE_WORKER)
         in_reduction = [sum(in_reduction[start : start + count]) for start in range(0, len(sizes), count)]
-    return max([*in_reduction, root_values]), root + sum(sizes)
+    return max([*in_reduction, root_values]), root + sum(sizes), False
 
 
 def gpus_needed(model: ModelSize, spec: ParallelSpec, one: Forecast) -> int | None:

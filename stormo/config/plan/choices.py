@@ -115,7 +115,6 @@ def choose_graph(
             f"{layout.strategy}",
             "leave it out, or set --strategy ddp",
         ),
-        (asked is None and layout.spec.is_sharded, "a sharded step is captured where --graph asks for it", ""),
         (config.sharding.offload, "offloaded weights are copied by Python", "leave out --offload"),
         (
             layout.backend == "gloo" and layout.world_size > 1,
