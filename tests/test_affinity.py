@@ -67,22 +67,11 @@ def test_a_launcher_that_shows_each_worker_its_own_gpu_leaves_the_whole_socket(t
     assert _chosen(root, [A], 2, 16) == [list(range(8))] * 2
 
 
-def test_a_virtual_machine_with_one_node_shares_its_cores(tmp_path: Path) -> None:
-    root = _machine(tmp_path, **{"0a": (-1, "0-7")})
-    online = root / "devices/system/node/online"
-    online.parent.mkdir(parents=True)
-    online.write_text("0\n")
-    assert _chosen(root, [A, A], 2, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert _chosen(root, [A], 1, 8) == [None]
-    online.write_text("0-1\n")
-    assert _chosen(root, [A, A], 2, 8) == [None, None]
-
-
 @pytest.mark.parametrize(
     ("node", "cores", "bus_ids"),
     [
         (0, "0-3", [A]),  # all there are
-        (-1, "0-1", [A]),  # not known
+        (-1, "0-3", [A]),  # a virtual machine
         (0, "8-11", [A]),  # none that this process may use
         (0, "", [A]),
         (0, "0-1", ["0000:0c:00.0"]),  # not in sysfs

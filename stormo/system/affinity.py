@@ -81,16 +81,7 @@ def _neighbours(bus_id: str, root: Path) -> tuple[int, tuple[int, ...]] | None:
         cores = _parse((folder / "local_cpulist").read_text())
     except (OSError, ValueError):
         return None
-    if node == -1 and _has_one_numa_node(root):  # as virtual machines say; its cores are then all of the machine's
-        node = 0
-    return (node, cores) if bus_id and node >= 0 else None
-
-
-def _has_one_numa_node(root: Path) -> bool:
-    try:
-        return (root / "devices/system/node/online").read_text().strip() == "0"
-    except OSError:
-        return False
+    return (node, cores) if bus_id and node >= 0 else None  # -1: one node, or a virtual machine
 
 
 def _parse(text: str) -> tuple[int, ...]:
