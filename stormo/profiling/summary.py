@@ -273,7 +273,7 @@ _ADVICE = {
     "input": "Most of the rest is spent waiting for data: more --loader-workers, or a data set that fits on the device "
     "(--loader resident), would shorten it.",
     "idle": "Most of the rest is spent in Python, between operations: larger batches, --compile, or --graph (single, "
-    "ddp) would shorten it.",
+    "ddp, fsdp) would shorten it.",
 }
 
 
