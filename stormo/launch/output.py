@@ -26,7 +26,9 @@ _READ_REST_S, _QUIET_MS = 1.0, 50
 PREFIX = "stormo: "  # of the launcher's messages
 # What a Python program writes before it exits, which takes a while for a process that has loaded torch: an error, a
 # syntax error, a flag that it does not know.
-_LAST_WORDS = re.compile(rb"""(?:\[rank \d+\] )?(?:Traceback \(most recent call last\)|  File "|[Uu]sage: )""")
+_LAST_WORDS = re.compile(
+    rb"""(?:\[rank \d+\] )?(?:(?:  \+ Exception Group )?Traceback \(most|  File "|(?i:usage): .*\[)"""
+)
 _LAST_WORDS_HOLD_S = 5.0
 _TRACE_HOLD_S = 5.0  # for another node to report the cause of a trace
 

@@ -48,6 +48,7 @@ _CUT_OFF = ("Connection reset by peer", "Broken pipe")  # the store, in the midd
 # What NCCL's watchdog writes of a collective before it ends its process.
 _COLLECTIVE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
 # Traces of C++ code: of the watchdog, of an exception that nobody caught, and the frames below either.
+SYNCHRONIZES = "synchronizing CUDA operation"  # in the warning of torch.cuda.set_sync_debug_mode
 _NATIVE = re.compile(rb"ProcessGroupNCCL|terminate called |  what\(\):  |Exception raised from |frame #\d+: ")
 _FRAMES = re.compile(r"^(?:\[rank \d+\] )?(?:Exception raised from .*|frame #\d+: .*)\n?", re.MULTILINE)
 _NCCL_PLACE = re.compile(r"(NCCL error) in: \S+\.cpp:\d+,")
@@ -145,11 +146,6 @@ def unreduced_parameters(error: RuntimeError) -> list[int] | None:
         return None
     found = _UNREDUCED.search(text)
     return [int(number) for number in found[1].split()] if found else []
-
-
-def is_synchronizing_capture(error: BaseException) -> bool:
-    """Whether the code captured into a CUDA graph waits for the device."""
-    return "synchronizing CUDA operation" in str(error)
 
 
 def task_mistake(error: BaseException) -> str | None:

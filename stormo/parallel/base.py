@@ -670,8 +670,9 @@ class Strategy:
                 return self._forward_backward(self._eager, data, weight)
 
         try:
-            owners, has_peers = {"task": self.task}, self.world.size > 1
-            self._graph = capture(forward_backward, batch.data, self.module, owners, has_peers=has_peers)
+            self._graph = capture(
+                forward_backward, batch.data, self.module, {"task": self.task}, has_peers=self.world.size > 1
+            )
         except CaptureRefusedError as refusal:
             self._note_no_graph(str(refusal))
 

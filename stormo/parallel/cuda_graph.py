@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stormo.launch.torch_errors import is_synchronizing_capture
+from stormo.launch.torch_errors import SYNCHRONIZES
 from stormo.parallel.pytree import TreeSpec, tree_flatten, tree_unflatten
 
-_HIDDEN_FRAMES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_HIDDEN_FRAMES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__)
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
 
@@ -86,8 +86,8 @@ def capture(
         data: a batch on the device.
         module: its parameters get the gradients.
         owners: objects by name whose plain attributes a micro-batch must not change.
-        has_peers: whether collectives are captured. An error before the capture itself is then raised as it is: other
-            ranks wait for this one in a collective that it has left, and only its end ends them.
+        has_peers: whether collectives are captured. Then an error before the capture itself is raised as it is: the
+            peers of this rank wait in a collective, and end only when this rank fails.
     """
     leaves, structure = tree_flatten(data)
     for leaf in leaves:
@@ -114,7 +114,7 @@ def capture(
     except CaptureRefusedError:
         raise
     except Exception as error:
-        if has_peers and not is_recording and not is_synchronizing_capture(error):
+        if has_peers and not is_recording:
             raise
         raise CaptureRefusedError(_reason(error)) from None
     finally:
@@ -152,9 +152,11 @@ def _check_leaf(leaf: Any) -> None:
 def _check_host(forward_backward: ForwardBackward, data: Any, owners: Mapping[str, Any]) -> None:
     """Run a micro-batch and check whether it depends on the host: torch does not recover well from a failed capture."""
     before = host_state(owners)
-    with _no_synchronisation():
+    with _synchronisations() as places:
         loss = forward_backward(data)
     after = host_state(owners)
+    if places:
+        raise CaptureRefusedError(f"a micro-batch waits for the device{places[0]}")
     changed = sorted(name for name in before.keys() | after.keys() if _differ(before.get(name), after.get(name)))
     if changed:
         raise CaptureRefusedError(
@@ -189,14 +191,29 @@ def host_state(owners: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _no_synchronisation() -> Iterator[None]:
-    """Make operations that wait for the device an error."""
+def _synchronisations() -> Iterator[list[str]]:
+    """Collect where operations wait for the device.
+
+    They are no errors: a rank that left its micro-batch would leave its peers in a collective.
+    """
+    places: list[str] = []
     mode = torch.cuda.get_sync_debug_mode()
-    _set_sync_debug_mode(2)
-    try:
-        yield
-    finally:
-        _set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(message: Warning | str, *details: Any, **named: Any) -> None:
+            if SYNCHRONIZES in str(message):
+                places.append(_place(traceback.extract_stack()))
+            else:
+                show(message, *details, **named)
+
+        warnings.showwarning = note
+        warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}")
+        _set_sync_debug_mode(1)
+        try:
+            yield places
+        finally:
+            _set_sync_debug_mode(mode)
 
 
 def _set_sync_debug_mode(mode: int) -> None:
@@ -253,11 +270,11 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_HIDDEN_FRAMES)
-    ]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = (str(error).strip() or "no message").splitlines()[0]
-    if is_synchronizing_capture(error):
-        return f"a micro-batch waits for the device{where}"
-    return f"{type(error).__name__}{where}: {text.rstrip('.')}"
+    return f"{type(error).__name__}{_place(traceback.extract_tb(error.__traceback__))}: {text.rstrip('.')}"
+
+
+def _place(frames: traceback.StackSummary) -> str:
+    """The innermost line that is neither torch's nor of this package."""
+    own = [frame for frame in frames if not frame.filename.startswith(_HIDDEN_FRAMES)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

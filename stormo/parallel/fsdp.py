@@ -41,8 +41,6 @@ from stormo.parallel.units import recompute, units_of
 from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
 
-_NO_GRAPH_GATHERS_AGAIN = "the weights are gathered again for backward, which torch cannot capture"
-
 
 class Sharded(Replicated):
     """One worker of a mesh without the axis pipeline."""
@@ -204,15 +202,23 @@ class Sharded(Replicated):
             gradient = parameter.grad
             shard.local.grad = None if gradient is None else plain(gradient).to(shard.local.device)
 
+    def micro_step(self, batch: Batch) -> Tensor:
+        """As on one device; every worker gathers the weights, also those that a replay does not fit."""
+        if self._graph is not None:
+            self._reshard()  # a replay gathers for itself, and what a validation has gathered gets old
+        return super().micro_step(batch)
+
     def _capture(self, batch: Batch) -> None:
         if frees_weights(self.module, self._plan, self._settings, self.world.parallel_dims):
-            self._note_no_graph(_NO_GRAPH_GATHERS_AGAIN)
-            return
+            kept = f"{KEPT_BYTES >> 20} MiB"
+            self._note_no_graph(f"they take more than {kept}, so they are gathered again for backward")
         super()._capture(batch)
 
-    def _replayed(self) -> None:
-        super()._replayed()
-        self._reshard()  # a replay gathers for itself; what a validation has gathered is old after this step
+    def _note_no_graph(self, reason: str) -> None:
+        """End the run: torch's sharding does not recover from half a step."""
+        raise SettingError(
+            "--graph was set", f"a step with sharded weights cannot be captured: {reason}", "leave it out"
+        )
 
     def _gradient_norm(self) -> Tensor:
         return self._global_squares.total([shard.local.grad for _, shard in self._pairs])
@@ -333,8 +339,9 @@ def frees_weights(root: nn.Module, plan: Plan, settings: TrainConfig, dims: Para
     layout, sharding = plan.layout, settings.sharding
     if layout.zero != 3 or dims.mesh.shard == 1:
         return False
-    is_free_to_keep = not (sharding.checkpoint_activations or sharding.shard_modules or sharding.offload)
-    if not is_free_to_keep or layout.device_type != "cuda" or dims.mesh.pipeline > 1:
+    # Whoever sets one of these wants less memory.
+    wants_less = sharding.checkpoint_activations or sharding.offload or sharding.shard_modules is not None
+    if wants_less or layout.device_type != "cuda" or dims.mesh.pipeline > 1:
         return True
     return _gathered_bytes(root, HALF_DTYPES.get(plan.precision)) > KEPT_BYTES
 

@@ -368,6 +368,8 @@ def _advice(config: TrainConfig, plan: Plan, has_model: bool) -> str:
     advice, layout, sharding = [], plan.layout, config.sharding
     if has_model and plan.micro_batch_size > 1:
         advice.append("a smaller --batch-size (with --accumulate the global batch stays)")
+    if has_model and plan.graph:
+        advice.append("--no-graph")
     if has_model and not sharding.checkpoint_activations:
         advice.append("--checkpoint-activations")
     if not layout.is_sharded:

@@ -167,7 +167,7 @@ def test_helpers_of_ranks_that_ended_in_order_do_not_delay_the_end_for_long(star
     assert job.wait(20) == 0
 
 
-@pytest.mark.parametrize("line", ["usage: wrong", "Traceback (most recent call last):", '  File "my.py", line 3'])
+@pytest.mark.parametrize("line", ["usage: my.py [-h]", "Traceback (most recent call last):", '  File "my.py", line 3'])
 def test_an_exit_code_without_a_report_is_a_failure(start_agent: StartAgent, line: str) -> None:
     # A process with many libraries takes a while to end, and what it wrote must not come before its name.
     job = start_agent({"1": [["err", f"{line}\n"], ["sleep", 0.5], ["exit", 3]], "0": FOREVER})

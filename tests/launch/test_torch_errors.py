@@ -30,7 +30,6 @@ from stormo.launch.torch_errors import (
     is_native_trace,
     is_out_of_memory,
     is_single_value_per_channel,
-    is_synchronizing_capture,
     peer_loss,
     task_mistake,
     unreduced_parameters,
@@ -268,12 +267,6 @@ def test_what_cuda_says_of_memory(error: Exception, is_memory: bool) -> None:
 def test_what_cudnn_says_without_workspace_may_mean_memory(text: str) -> None:
     assert not is_out_of_memory(RuntimeError(text))
     assert is_out_of_memory(RuntimeError(text), in_doubt=True)
-
-
-def test_a_capture_that_waits_for_the_device() -> None:
-    text = "CUDA error: operation not permitted when stream is capturing"
-    assert not is_synchronizing_capture(RuntimeError(text))
-    assert is_synchronizing_capture(RuntimeError("called a synchronizing CUDA operation"))  # of set_sync_debug_mode
 
 
 def test_batch_norm_of_one_value() -> None:

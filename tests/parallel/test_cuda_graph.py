@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -61,7 +61,8 @@ def _plan(num_gpus: int, **flags: Any) -> Plan:
         (1, {"strategy": "ddp"}, True),
         (4, {"backend": "gloo"}, False),
         (4, {"compress": "bf16"}, False),
-        (4, {"strategy": "fsdp"}, False),
+        (4, {"strategy": "fsdp", "graph": True}, True),  # only where it is asked for
+        (4, {"strategy": "zero2"}, False),
         (2, {"strategy": "dp"}, False),
         (1, {"accumulate": 3}, False),
         (1, {"compile": True}, False),
@@ -119,6 +120,36 @@ def _remember(owner: _Owner) -> None:
     owner.history.append(2)
 
 
+@pytest.fixture
+def sync_debug_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Stands for torch's, which needs a device; its last value is the mode in force."""
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    yield modes
+    assert modes[-1] == 0
+
+
+def test_a_pass_that_waits_for_the_device_runs_to_its_end_and_is_refused(sync_debug_mode: list[int]) -> None:
+    ended = []
+
+    def run_pass(data: Any) -> Tensor:
+        assert sync_debug_mode[-1] == 1
+        for text in ("something else", *["called a synchronizing CUDA operation (Triggered internally at …)"] * 2):
+            warnings.warn(text, stacklevel=1)
+        ended.append(data)  # a rank that raised would leave its peers in a collective
+        return torch.zeros(())
+
+    with (
+        pytest.warns(UserWarning, match="something else"),
+        pytest.raises(
+            CaptureRefusedError, match=r"^a micro-batch waits for the device \(test_cuda_graph.py, line \d+\)$"
+        ),
+    ):
+        graph_module._check_host(run_pass, "batch", {"task": _Owner()})
+    assert ended == ["batch"]
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -129,10 +160,8 @@ def _remember(owner: _Owner) -> None:
         (_remember, "task.history"),
     ],
 )
-def test_a_pass_that_changes_the_host_is_refused(
-    change: Callable[[_Owner], None], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph_module, "_no_synchronisation", contextlib.nullcontext)
+@pytest.mark.usefixtures("sync_debug_mode")
+def test_a_pass_that_changes_the_host_is_refused(change: Callable[[_Owner], None], name: str) -> None:
     owner = _Owner()
 
     def run_pass(data: Any) -> Tensor:
@@ -143,8 +172,8 @@ def test_a_pass_that_changes_the_host_is_refused(
         graph_module._check_host(run_pass, None, {"task": owner})
 
 
-def test_a_loss_on_the_host_is_refused_and_a_pass_without_traces_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_module, "_no_synchronisation", contextlib.nullcontext)
+@pytest.mark.usefixtures("sync_debug_mode")
+def test_a_loss_on_the_host_is_refused_and_a_pass_without_traces_is_not() -> None:
     with pytest.raises(CaptureRefusedError, match="the loss is a tensor on the cpu"):
         graph_module._check_host(lambda data: torch.zeros(()), None, {"task": _Owner()})
     loss: Any = SimpleNamespace(device=torch.device("cuda"))
@@ -165,10 +194,6 @@ def test_a_reason_names_the_users_line_and_not_torchs() -> None:
     except RuntimeError as error:
         reason = graph_module._reason(error)
     assert re.fullmatch(r"RuntimeError \(test_cuda_graph\.py, line \d+\): shape '\[3\]' is invalid.*", reason)
-    assert (
-        graph_module._reason(RuntimeError("called a synchronizing CUDA operation"))
-        == "a micro-batch waits for the device"
-    )
 
 
 class _FakeGraph:

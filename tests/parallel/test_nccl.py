@@ -39,7 +39,7 @@ class Uncounted(Tiny):
 
 def _built(world: World, flags: dict[str, Any], *, norm: bool = False) -> Parts:
     task_class = Trunk if flags.get("strategy") == "hybrid" else Uncounted
-    parts = build(world, {"num_train": 256, "norm": norm}, task_class=task_class, global_batch_size=16, **flags)
+    parts = build(world, {"num_train": 200, "norm": norm}, task_class=task_class, global_batch_size=16, **flags)
     parts.strategy.warm_up(parts.loader)
     return parts
 
@@ -90,7 +90,8 @@ def _trained(world: World, flags: dict[str, Any]) -> tuple[list[Any], list[float
         return made.float()
 
     scores()  # gathers weights, which are old once a step was replayed
-    _train(parts, 2 * NUM_STEPS)
+    for _ in range(2):
+        _train(parts, 2 * NUM_STEPS + 1)  # the last batch is short, so it is not replayed
     values = [value.detach().cpu().numpy() for value in (*strategy.weights(), scores())]
     noise = None if strategy.noise_scale is None else strategy.noise_scale.state()
     is_captured = strategy._graph is not None

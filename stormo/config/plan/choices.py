@@ -111,11 +111,16 @@ def choose_graph(
         (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"),
         (
             not layout.spec.takes_cuda_graph,
-            f"{', '.join(sorted(names(lambda row: row.takes_cuda_graph)))} are captured and the strategy is "
+            f"the strategies {', '.join(sorted(names(lambda row: row.takes_cuda_graph)))} are captured and this one is "
             f"{layout.strategy}",
             "leave it out, or set --strategy ddp",
         ),
-        (config.sharding.offload, "offloaded weights are copied by Python", "leave out --offload"),
+        (asked is None and layout.is_sharded, "a step with sharded weights is captured where --graph asks for it", ""),
+        (
+            config.sharding.offload or config.sharding.shard_modules is not None,
+            "with --offload or --shard-modules weights are gathered again for backward, captures of which are known to fail",
+            "leave it out",
+        ),
         (
             layout.backend == "gloo" and layout.world_size > 1,
             "Gloo sends gradients through the host, which a replay leaves out",
