@@ -118,7 +118,7 @@ def choose_graph(
         (asked is None and layout.is_sharded, "a step with sharded weights is captured where --graph asks for it", ""),
         (
             config.sharding.offload or config.sharding.shard_modules is not None,
-            "with --offload or --shard-modules weights are gathered again for backward, captures of which are known to fail",
+            "with --offload or --shard-modules weights are gathered again for backward, which cannot be captured",
             "leave it out",
         ),
         (
