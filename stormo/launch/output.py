@@ -27,7 +27,7 @@ PREFIX = "stormo: "  # of the launcher's messages
 # What a Python program writes before it exits, which takes a while for a process that has loaded torch: an error, a
 # syntax error, a flag that it does not know.
 _LAST_WORDS = re.compile(
-    rb"""(?:\[rank \d+\] )?(?:(?:  \+ Exception Group )?Traceback \(most|  File "|(?i:usage): .*\[)"""
+    rb"""(?m)^(?:\[rank \d+\] )?(?:(?:  \+ Exception Group )?Traceback \(most|  File "|(?i:usage): .*\[)"""
 )
 _LAST_WORDS_HOLD_S = 5.0
 _TRACE_HOLD_S = 5.0  # for another node to report the cause of a trace
@@ -129,7 +129,7 @@ class LogMultiplexer:
         if stream.target_fd == STDOUT:
             write_all(STDOUT, b"".join(lines))
         elif not self._cause_shown:  # afterwards only consequences come
-            last_words_s = _LAST_WORDS_HOLD_S if any(map(_LAST_WORDS.match, lines)) else 0.0
+            last_words_s = _LAST_WORDS_HOLD_S if any(map(_LAST_WORDS.search, lines)) else 0.0
             trace_s = _TRACE_HOLD_S if any(map(is_native_trace, lines)) else 0.0
             until = time.monotonic() + max(self._hold_s, last_words_s, trace_s)
             self._held.extend((until, stream.rank, line) for line in lines)

@@ -47,8 +47,8 @@ _GONE = [
 _CUT_OFF = ("Connection reset by peer", "Broken pipe")  # the store, in the middle of an answer: nothing says whose
 # What NCCL's watchdog writes of a collective before it ends its process.
 _COLLECTIVE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
-# Traces of C++ code: of the watchdog, of an exception that nobody caught, and the frames below either.
 SYNCHRONIZES = "synchronizing CUDA operation"  # in the warning of torch.cuda.set_sync_debug_mode
+# Traces of C++ code: of the watchdog, of an exception that nobody caught, and the frames below either.
 _NATIVE = re.compile(rb"ProcessGroupNCCL|terminate called |  what\(\):  |Exception raised from |frame #\d+: ")
 _FRAMES = re.compile(r"^(?:\[rank \d+\] )?(?:Exception raised from .*|frame #\d+: .*)\n?", re.MULTILINE)
 _NCCL_PLACE = re.compile(r"(NCCL error) in: \S+\.cpp:\d+,")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from stormo.launch.torch_errors import SYNCHRONIZES
 from stormo.parallel.pytree import TreeSpec, tree_flatten, tree_unflatten
 
-_HIDDEN_FRAMES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__)
+_HIDDEN_FRAMES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
 
@@ -125,7 +125,7 @@ def capture(
 def leave_default_stream(device: torch.device) -> None:
     """Let this thread work on another stream from now on.
 
-    DDP adds gradients up on the stream on which it was made, and a capture cannot use the default one.
+    DDP and FSDP add gradients up on the stream on which they were made, and a capture cannot use the default one.
     """
     before = torch.cuda.current_stream(device)
     if before == torch.cuda.default_stream(device):
@@ -194,18 +194,19 @@ def host_state(owners: Mapping[str, Any]) -> dict[str, Any]:
 def _synchronisations() -> Iterator[list[str]]:
     """Collect where operations wait for the device.
 
-    They are no errors: a rank that left its micro-batch would leave its peers in a collective.
+    They are no errors: a rank that left its micro-batch would leave its peers in a collective. The capture itself finds
+    waits of which torch does not warn Python.
     """
     places: list[str] = []
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def note(message: Warning | str, *details: Any, **named: Any) -> None:
+        def note(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **named: Any) -> None:
             if SYNCHRONIZES in str(message):
-                places.append(_place(traceback.extract_stack()))
+                places.append(_place([(filename, lineno)]))
             else:
-                show(message, *details, **named)
+                show(message, category, filename, lineno, *rest, **named)
 
         warnings.showwarning = note
         warnings.filterwarnings("always", message=f".*{SYNCHRONIZES}")
@@ -270,11 +271,12 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
+    place = _place([(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)])
     text = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}{_place(traceback.extract_tb(error.__traceback__))}: {text.rstrip('.')}"
+    return f"{type(error).__name__}{place}: {text.rstrip('.')}"
 
 
-def _place(frames: traceback.StackSummary) -> str:
-    """The innermost line that is neither torch's nor of this package."""
-    own = [frame for frame in frames if not frame.filename.startswith(_HIDDEN_FRAMES)]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+def _place(lines: Sequence[tuple[str, int | None]]) -> str:
+    """The last of these lines of files that is the user's."""
+    own = [line for line in lines if not line[0].startswith(_HIDDEN_FRAMES)]
+    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""

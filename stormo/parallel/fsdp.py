@@ -210,8 +210,9 @@ class Sharded(Replicated):
 
     def _capture(self, batch: Batch) -> None:
         if frees_weights(self.module, self._plan, self._settings, self.world.parallel_dims):
-            kept = f"{KEPT_BYTES >> 20} MiB"
-            self._note_no_graph(f"they take more than {kept}, so they are gathered again for backward")
+            self._note_no_graph(
+                f"they are gathered again for backward, as with --shard-modules or more than {KEPT_BYTES >> 20} MiB"
+            )
         super()._capture(batch)
 
     def _note_no_graph(self, reason: str) -> None:

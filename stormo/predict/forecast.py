@@ -260,8 +260,7 @@ def _stage_forecast(
         "data": float(spec.data_bytes),
         "workspace": float(_WORKSPACE_BYTES),
         "context": float(_CONTEXT_BYTES + _NCCL_BYTES * (spec.num_workers > 1)),
-        # The workspace of its own stream, and the weights that a validation gathers beside it.
-        "captured": _WORKSPACE_BYTES + gathered if is_captured else 0.0,
+        "captured": float(_WORKSPACE_BYTES) if is_captured else 0.0,  # of its own stream
     }
     room = GPU_SHARE * memory_bytes
     free = room - sum(terms.values()) + gradients

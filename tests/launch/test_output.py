@@ -96,3 +96,27 @@ def test_traces_of_native_code_wait_for_their_cause(
     assert ("terminate called" in "".join(others)) == is_wanted
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "is_held"),
+    [
+        (b"a warning\nTraceback (most recent call last):\n", True),  # rank 0 has no prefix: its lines come in chunks
+        (b"[rank 1] Traceback (most recent call last):\n", True),
+        (b"  + Exception Group Traceback (most recent call last):\n", True),
+        (b'  File "my.py", line 3\n', True),
+        (b"Usage: my.py [OPTIONS]\n", True),
+        (b"memory usage: 31 GiB\n", False),
+    ],
+)
+def test_what_a_dying_program_writes_waits_for_the_line_that_names_it(
+    capfd: pytest.CaptureFixture[str], chunk: bytes, is_held: bool
+) -> None:
+    reader, writer = os.pipe()
+    log, stream = LogMultiplexer(hold_s=0.0), Stream(reader, STDERR, rank=0, prefix=b"")
+    log.take(stream, [chunk])
+    log.show_held_lines()
+    assert log.holds_lines == is_held
+    assert capfd.readouterr().err == ("" if is_held else chunk.decode())
+    os.close(reader)
+    os.close(writer)

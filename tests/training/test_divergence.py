@@ -23,7 +23,6 @@ from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.optim.schedule import make_schedule
-from stormo.parallel.cuda_graph import _no_synchronisation as no_synchronisation
 from stormo.system.process import SetupTimer
 from stormo.telemetry.console import PlainConsole, TerminalConsole
 from stormo.telemetry.events import EventFile, current_events, read_events
@@ -403,8 +402,11 @@ def test_on_a_gpu_no_step_waits_for_the_device_to_know_its_loss(
     def watched(*where: int) -> Iterator[Any]:
         nonlocal num_batches
         for batch in epoch(*where):
-            with no_synchronisation():  # torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("error")
+            try:
                 yield batch
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
             num_batches += 1
         raise AssertionError("nothing was noticed")
 

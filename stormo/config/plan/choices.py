@@ -116,11 +116,7 @@ def choose_graph(
             "leave it out, or set --strategy ddp",
         ),
         (asked is None and layout.is_sharded, "a step with sharded weights is captured where --graph asks for it", ""),
-        (
-            config.sharding.offload or config.sharding.shard_modules is not None,
-            "with --offload or --shard-modules weights are gathered again for backward, which cannot be captured",
-            "leave it out",
-        ),
+        (config.sharding.offload, "offloaded weights are copied by Python", "leave out --offload"),
         (
             layout.backend == "gloo" and layout.world_size > 1,
             "Gloo sends gradients through the host, which a replay leaves out",
