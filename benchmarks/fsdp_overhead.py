@@ -4,8 +4,8 @@
 
 Both are stormo's own strategies in one process, with a GPT each, bf16, AdamW and clipping; fsdp speaks to itself over
 NCCL. They take turns of a few steps in random order within a pair, so that other load on the machine affects both
-equally; a turn ends when the GPU is done. No CUDA graph is replayed. A ratio is fsdp's time over
-single's, pair by pair: the median is aimed at 1.02 or less. `--device cpu` is for trying the command, in fp32.
+equally; a turn ends when the GPU is done. No CUDA graph is replayed. A ratio is fsdp's time over single's, pair by
+pair: the median is aimed at 1.02 or less. `--device cpu` is for trying the command, in fp32.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Alternating(Strategy):
                 copy(gradients, means(self.world, gradients))
 
     def _capture(self, batch: Batch) -> None:
-        self._note_no_graph(REASON)
+        self._refuse_graph(REASON)
 
 
 def check(settings: schema.TrainConfig) -> None:

@@ -674,9 +674,10 @@ class Strategy:
                 forward_backward, batch.data, self.module, {"task": self.task}, has_peers=self.world.size > 1
             )
         except CaptureRefusedError as refusal:
-            self._note_no_graph(str(refusal))
+            self._refuse_graph(str(refusal))
 
-    def _note_no_graph(self, reason: str) -> None:
+    def _refuse_graph(self, reason: str) -> None:
+        """Go on without a CUDA graph, and say why."""
         text = f"Steps are run by Python, not replayed as a CUDA graph: {reason}."
         (self.warnings if self._settings.speed.graph else self.notices).append(text)
 

@@ -111,10 +111,8 @@ def capture(
             is_recording = True
             graph, loss = _record(forward_backward, static, device)
         return MicroBatchGraph(graph, inputs, structure, loss, parameters)
-    except CaptureRefusedError:
-        raise
     except Exception as error:
-        if has_peers and not is_recording:
+        if isinstance(error, CaptureRefusedError) or (has_peers and not is_recording):
             raise
         raise CaptureRefusedError(_reason(error)) from None
     finally:

@@ -153,7 +153,7 @@ class Replicated(Strategy):
             super()._capture(batch)
             return
         if self.task.find_unused:
-            self._note_no_graph(_NO_GRAPH_UNUSED)
+            self._refuse_graph(_NO_GRAPH_UNUSED)
             return
         for _ in range(_STEPS_BEFORE_CAPTURE):
             with self._gradient_sync(True):
@@ -162,7 +162,7 @@ class Replicated(Strategy):
         super()._capture(batch)
         if self.world.any(self._graph is None) and self._graph is not None:
             self._graph = None  # a collective of a graph must be one of all graphs
-            self._note_no_graph(_NO_GRAPH_ELSEWHERE)
+            self._refuse_graph(_NO_GRAPH_ELSEWHERE)
 
 
 class Ddp(Replicated):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -170,11 +171,13 @@ class Sharded(Replicated):
         """The outermost modules that were sharded."""
         return [self.module]
 
+    @cached_property
+    def _sharded_modules(self) -> list[FSDPModule]:
+        return [module for root in self._roots() for module in root.modules() if isinstance(module, FSDPModule)]
+
     def _reshard(self) -> None:
-        for root in self._roots():
-            for module in root.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for module in self._sharded_modules:
+            module.reshard()
 
     def optimizer_params(self) -> list[nn.Parameter]:
         """The shards."""
@@ -210,12 +213,12 @@ class Sharded(Replicated):
 
     def _capture(self, batch: Batch) -> None:
         if frees_weights(self.module, self._plan, self._settings, self.world.parallel_dims):
-            self._note_no_graph(
-                f"they are gathered again for backward, as with --shard-modules or more than {KEPT_BYTES >> 20} MiB"
+            self._refuse_graph(
+                f"with --shard-modules, or above {KEPT_BYTES >> 20} MiB, they are gathered again for backward"
             )
         super()._capture(batch)
 
-    def _note_no_graph(self, reason: str) -> None:
+    def _refuse_graph(self, reason: str) -> None:
         """End the run: torch's sharding does not recover from half a step."""
         raise SettingError(
             "--graph was set", f"a step with sharded weights cannot be captured: {reason}", "leave it out"
@@ -317,9 +320,6 @@ def compose(
             # ZeRO-1 and 2 gather the weights as they are, once for the whole step.
             is_split = layout.zero == 3 and dims.mesh.shard > 1
             dtype = HALF_DTYPES.get(plan.precision) if layout.zero == 3 else None
-            # Not with recomputing, which runs unit by unit, nor with --shard-modules.
-            may_join = not sharding.checkpoint_activations and sharding.shard_modules is None
-            saves_messages = may_join and layout.device_type == "cuda" and dims.mesh.pipeline == 1
             shard(
                 root,
                 units,
@@ -327,8 +327,8 @@ def compose(
                 dtype=dtype,
                 frees=frees_weights(root, plan, settings, dims),
                 offload=sharding.offload,
-                merges=may_join and dims.mesh.size == 1,
-                joins_small=is_split and saves_messages,
+                merges=_may_join(settings) and dims.mesh.size == 1,
+                joins_small=is_split and _saves_messages(plan, settings, dims),
                 joins_norms=not sharding.checkpoint_activations and dims.mesh.pipeline == 1,
                 half_gradients=half_gradients,
             )
@@ -337,14 +337,21 @@ def compose(
 
 def frees_weights(root: nn.Module, plan: Plan, settings: TrainConfig, dims: ParallelDims) -> bool:
     """Whether gathered weights are freed between forward and backward, and gathered again."""
-    layout, sharding = plan.layout, settings.sharding
-    if layout.zero != 3 or dims.mesh.shard == 1:
+    if plan.layout.zero != 3 or dims.mesh.shard == 1:
         return False
-    # Whoever sets one of these wants less memory.
-    wants_less = sharding.checkpoint_activations or sharding.offload or sharding.shard_modules is not None
-    if wants_less or layout.device_type != "cuda" or dims.mesh.pipeline > 1:
+    if settings.sharding.offload or not _saves_messages(plan, settings, dims):
         return True
     return _gathered_bytes(root, HALF_DTYPES.get(plan.precision)) > KEPT_BYTES
+
+
+def _saves_messages(plan: Plan, settings: TrainConfig, dims: ParallelDims) -> bool:
+    """Whether workers send fewer messages, in more memory."""
+    return _may_join(settings) and plan.layout.device_type == "cuda" and dims.mesh.pipeline == 1
+
+
+def _may_join(settings: TrainConfig) -> bool:
+    """Whether units may be joined: not with recomputing, which runs unit by unit, nor with --shard-modules."""
+    return not settings.sharding.checkpoint_activations and settings.sharding.shard_modules is None
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:

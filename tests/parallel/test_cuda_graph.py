@@ -61,7 +61,6 @@ def _plan(num_gpus: int, **flags: Any) -> Plan:
         (1, {"strategy": "ddp"}, True),
         (4, {"backend": "gloo"}, False),
         (4, {"compress": "bf16"}, False),
-        (4, {"strategy": "fsdp", "graph": True}, True),  # only where it is asked for
         (4, {"strategy": "zero2"}, False),
         (2, {"strategy": "dp"}, False),
         (1, {"accumulate": 3}, False),
@@ -76,6 +75,13 @@ def test_the_plan_decides_whether_a_step_is_replayed(num_gpus: int, flags: dict[
         return
     with pytest.raises(SettingError, match="--graph was set"):
         _plan(num_gpus, graph=True, **flags)
+
+
+def test_a_step_of_fsdp_is_replayed_only_where_that_is_asked_for() -> None:
+    plan = _plan(4, strategy="fsdp")
+    assert not plan.graph
+    assert "where --graph asks for it" in dict(plan.explanation)["graph"]
+    assert _plan(4, strategy="fsdp", graph=True).graph
 
 
 # --- what is refused, without a device --------------------------------------------------------------------------------
