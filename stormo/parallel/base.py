@@ -358,7 +358,8 @@ class Strategy:
                 return loss
         model = self._model if is_full else self._eager
         try:
-            with self._gradient_sync(span.is_last), absent(self.module, batch.is_padding):
+            is_rare = span.step_samples < self._plan.global_batch_size and self._plan.steps_per_epoch > 1
+            with self._gradient_sync(span.is_last), absent(self.module, batch.is_padding), untimed(is_rare):
                 with self._noise.on_samples(model, batch, self.clock.epoch):
                     loss = self._forward_backward(model, batch.data, batch.weight)
                 if self.noise_scale is not None:
@@ -694,6 +695,17 @@ class Strategy:
     def without_gradient(self) -> list[str]:
         """The trained parameters without a gradient after a micro-batch, as far as this worker knows."""
         return without_gradient(self.module)
+
+
+@contextmanager
+def untimed(is_rare: bool) -> Iterator[None]:
+    """Take cuDNN's first choice for a shape that comes once an epoch: to time all for it (--autotune) never pays."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before and not is_rare
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @contextmanager

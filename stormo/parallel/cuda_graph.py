@@ -89,11 +89,10 @@ def capture(
         has_peers: whether collectives are captured. Then an error before the capture itself is raised as it is: the
             peers of this rank wait in a collective, and end only when this rank fails.
     """
+    obstacle = batch_obstacle(data)
+    if obstacle is not None:
+        raise CaptureRefusedError(obstacle)
     leaves, structure = tree_flatten(data)
-    for leaf in leaves:
-        _check_leaf(leaf)
-    if not leaves:
-        raise CaptureRefusedError("a batch holds no tensor")
     device = leaves[0].device
     inputs = [leaf.clone() for leaf in leaves]
     static = tree_unflatten(inputs, structure)
@@ -138,13 +137,17 @@ def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def _check_leaf(leaf: Any) -> None:
-    if not isinstance(leaf, Tensor):
-        raise CaptureRefusedError(f"a batch holds a value of type {type(leaf).__name__}, which a replay would freeze")
-    if leaf.device.type != "cuda":
-        raise CaptureRefusedError(f"a batch holds a tensor on the {leaf.device.type}")
-    if leaf.requires_grad:
-        raise CaptureRefusedError("a batch holds a tensor that needs a gradient")
+def batch_obstacle(data: Any) -> str | None:
+    """Why a batch cannot be the input of a graph, as the end of a sentence, or None."""
+    leaves, _ = tree_flatten(data)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            return f"a batch holds a value of type {type(leaf).__name__}, which a replay would freeze"
+        if leaf.device.type != "cuda":
+            return f"a batch holds a tensor on the {leaf.device.type}"
+        if leaf.requires_grad:
+            return "a batch holds a tensor that needs a gradient"
+    return None if leaves else "a batch holds no tensor"
 
 
 def _check_host(forward_backward: ForwardBackward, data: Any, owners: Mapping[str, Any]) -> None:

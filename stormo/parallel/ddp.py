@@ -22,7 +22,7 @@ from stormo.launch.torch_errors import unreduced_parameters
 from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
-from stormo.parallel.cuda_graph import leave_default_stream
+from stormo.parallel.cuda_graph import batch_obstacle, leave_default_stream
 from stormo.parallel.gradient_noise import NoiseScaleMeter
 from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
@@ -155,7 +155,11 @@ class Replicated(Strategy):
         if self.task.find_unused:
             self._refuse_graph(_NO_GRAPH_UNUSED)
             return
-        for _ in range(_STEPS_BEFORE_CAPTURE):
+        obstacle = batch_obstacle(batch.data)
+        if self.world.any(obstacle is not None):  # before the first collective of a capture
+            self._refuse_graph(obstacle or _NO_GRAPH_ELSEWHERE)
+            return
+        for _ in range(0 if self._replica is None else _STEPS_BEFORE_CAPTURE):
             with self._gradient_sync(True):
                 self._forward_backward(self._eager, batch.data, batch.weight)
             self.clear_gradients()

@@ -630,3 +630,36 @@ def test_every_subclass_of_torch_s_batch_norm_counts_as_one(norm: nn.Module) -> 
     strategy: Any = SimpleNamespace(_plan=plan, module=nn.Sequential(norm))
     assert Strategy.layer_kinds(strategy)["has_batch_norms"]
     assert Pipelined._batch_norm_notice(strategy, strategy.module)
+
+
+class TellsWhetherTimed(Tiny):
+    """Notes for each batch whether cuDNN would time its convolutions."""
+
+    timed: list[tuple[int, bool]]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.timed.append((len(batch[0]), torch.backends.cudnn.benchmark))
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("num_train", "accumulate", "expected"),
+    [
+        pytest.param(20, 1, [(8, True), (8, True), (4, False)], id="a short step"),
+        pytest.param(16, 3, [(2, True), (3, True), (3, True)] * 2, id="micro-batches of two sizes"),
+        pytest.param(5, 1, [(5, True)], id="no other step"),
+    ],
+)
+def test_convolutions_are_timed_for_every_shape_but_that_of_a_short_last_step(
+    monkeypatch: pytest.MonkeyPatch, num_train: int, accumulate: int, expected: list[tuple[int, bool]]
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    world = World(alone(), torch.device("cpu"))
+    flags = {"global_batch_size": 8, "accumulate": accumulate}
+    parts = build(world, {"num_train": num_train}, task_class=TellsWhetherTimed, **flags)
+    assert isinstance(parts.task, TellsWhetherTimed)
+    parts.task.timed = []
+    for batch in parts.loader.epoch(1):
+        parts.strategy.micro_step(batch)
+    assert parts.task.timed == expected
+    assert torch.backends.cudnn.benchmark
