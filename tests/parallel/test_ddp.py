@@ -1,4 +1,7 @@
-"""The time a worker stands still for the gradients of others: true where the truth is known, no trace in training."""
+"""The time a worker stands still for the gradients of others: true where the truth is known, no trace in training.
+
+A step that one worker cannot capture is captured by none.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 from stormo.config.link import Link
 from stormo.distributed.world import World
+from stormo.parallel import ddp
 from stormo.parallel.base import Strategy
 from stormo.parallel.ddp import DataParallel, Ddp
 from tests.tiny_run import assert_same_bits, build, steps, whole_state
@@ -125,3 +129,18 @@ def test_a_strategy_that_does_not_measure_has_no_exposed_wait() -> None:
     assert strategy.exposed_s is None
     assert not strategy.measures_exposed_wait
     assert Ddp.measures_exposed_wait
+
+
+def _refusal(world: World) -> list[str]:
+    parts = build(world, {"num_train": 16}, global_batch_size=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp, "batch_obstacle", lambda data: "a batch holds a number" if world.rank else None)
+        parts.strategy._capture(next(iter(parts.loader.epoch(1))))
+    return parts.strategy.notices
+
+
+def test_a_batch_that_one_worker_cannot_capture_is_captured_by_none(run_ranks: Ranks) -> None:
+    said = "Steps are run by Python, not replayed as a CUDA graph: "
+    (first,), (second,) = run_ranks(_refusal, 2)
+    assert first == f"{said}another worker could not capture one."
+    assert second == f"{said}a batch holds a number."
