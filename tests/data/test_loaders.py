@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -222,6 +223,17 @@ def test_time_spent_waiting_is_counted_and_time_spent_computing_is_not(monkeypat
     loader.wait_s = 0.0
     list(loader.epoch(2))
     assert loader.wait_s == 2.0
+
+
+@pytest.mark.parametrize(("device", "seconds_a_read"), [("cpu", 1.0), pytest.param("cuda", 0.0, marks=pytest.mark.gpu)])
+def test_a_read_that_is_queued_on_the_gpu_is_no_wait(
+    monkeypatch: pytest.MonkeyPatch, device: str, seconds_a_read: float
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(loaders, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    loader = ResidentLoader(_data(), _share(), 5, 0, _add_draws, torch.device(device))
+    num_reads = len(list(loader.epoch(1))) + 1  # the last one finds the end
+    assert loader.wait_s == num_reads * seconds_a_read
 
 
 def test_close_leaves_no_process_even_in_the_middle_of_an_epoch() -> None:
