@@ -93,7 +93,7 @@ def run_stormo(name: str, flags: list[str], folder: Path, data: list[str]) -> di
     summary: dict[str, Any] = json.loads((folder / name / "summary.json").read_text())
     events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
     steady = [event["units_per_s"] for event in events if event["event"] == "epoch_done"][-1]
-    parts_j = summary.get("energy_parts_j") or {}  # none where no counter can be read
+    parts_j = summary["energy_parts_j"] if set(summary["energy_kinds_j"]) == {"gpu"} else None
     train_j = parts_j["training"] + parts_j["waiting"] if parts_j else math.nan
     return summary | {
         "wall_time_s": wall_s,
@@ -146,8 +146,10 @@ def main() -> None:
         "accurate_energy_j": _median(accurate, "energy_j"),
     } | {f"plain_{key}": value for key, value in plain.items()}
     print("RESULT " + " ".join(f"{key}={value:.6g}" for key, value in figures.items()))
-    kept = figures["images_per_s"] >= 30_000 and figures["train_time_s"] <= 4.5 and figures["wall_time_s"] <= 22
-    sys.exit(0 if kept else "a promise was missed: 30,000 images/s, 4.5 s of training, 22 s of wall time on an H200")
+    limits = {"train_time_s": 4.5, "wall_time_s": 20.0} | ({"accurate_train_time_s": 27.0} if accurate else {})
+    missed = [f"{key} <= {limit}" for key, limit in limits.items() if not figures[key] <= limit]  # nan is a miss
+    missed += ["images_per_s >= 30000"] if figures["images_per_s"] < 30_000 else []
+    sys.exit(f"missed on an H200: {', '.join(missed)}" if missed else 0)
 
 
 def _median(runs: list[dict[str, Any]], key: str) -> float:

@@ -20,7 +20,7 @@ from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.optim.task_optimizer import JoinedOptimizer, make_task_optimizers
-from stormo.parallel.base import Strategy, absent
+from stormo.parallel.base import Strategy, absent, untimed
 from stormo.parallel.coalesced import copy, means
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
@@ -96,7 +96,7 @@ class Alternating(Strategy):
         return loss
 
     def _run_again(self, batch: Batch) -> Tensor:
-        with absent(self.module, batch.is_padding):
+        with absent(self.module, batch.is_padding), untimed(self._is_rare(batch)):
             return self._forward_backward(self._eager, batch.data, batch.weight)
 
     def step(self, learning_rate: float) -> None:
@@ -126,8 +126,8 @@ class Alternating(Strategy):
             with self.exposed.waiting():
                 copy(gradients, means(self.world, gradients))
 
-    def _capture(self, batch: Batch) -> None:
-        self._refuse_graph(REASON)
+    def _capture(self, batch: Batch) -> str | None:
+        return REASON
 
 
 def check(settings: schema.TrainConfig) -> None:

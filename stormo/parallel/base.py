@@ -358,8 +358,8 @@ class Strategy:
                 return loss
         model = self._model if is_full else self._eager
         try:
-            is_rare = span.step_samples < self._plan.global_batch_size and self._plan.steps_per_epoch > 1
-            with self._gradient_sync(span.is_last), absent(self.module, batch.is_padding), untimed(is_rare):
+            sync, timing = self._gradient_sync(span.is_last), untimed(self._is_rare(batch))
+            with sync, absent(self.module, batch.is_padding), timing:
                 with self._noise.on_samples(model, batch, self.clock.epoch):
                     loss = self._forward_backward(model, batch.data, batch.weight)
                 if self.noise_scale is not None:
@@ -422,6 +422,10 @@ class Strategy:
         share = part(0, plan.global_batch_size, self.world.data.rank, self.world.data.size)
         start, stop = part(*share, 0, plan.accumulate)
         return batch.span.step_samples == plan.global_batch_size and batch.span.num_samples == stop - start
+
+    def _is_rare(self, batch: Batch) -> bool:
+        # The short last step comes once an epoch, unless there is no other.
+        return batch.span.step_samples < min(self._plan.global_batch_size, self._plan.facts.num_train)
 
     @property
     def exposed_s(self) -> float | None:
@@ -603,7 +607,9 @@ class Strategy:
                     self.clear_gradients()
                     check_learning_rates(self.optimizer, self.learning_rates)
                     if self._plan.graph and self._graph is None and self._is_full(batch):
-                        self._capture(batch)
+                        refusal = self._capture(batch)
+                        if refusal is not None:
+                            self._refuse_graph(refusal)
         finally:
             self._is_warming_up = False
         self.noise_scale = meter if self.loss_weights.is_plain and not self._is_sparse else None
@@ -662,8 +668,8 @@ class Strategy:
         if self._plan.noise_scale and not self.loss_weights.is_plain:
             self.notices.append(f"The gradient noise scale is not measured, as {REASON_OF_LOSS}.")
 
-    def _capture(self, batch: Batch) -> None:
-        """Replay such batches from now on, if the task allows it."""
+    def _capture(self, batch: Batch) -> str | None:
+        """Replay such batches from now on; return why not, if the task does not allow it."""
         weight = batch.weight  # the same for every full batch
 
         def forward_backward(data: Any) -> Tensor:
@@ -675,7 +681,8 @@ class Strategy:
                 forward_backward, batch.data, self.module, {"task": self.task}, has_peers=self.world.size > 1
             )
         except CaptureRefusedError as refusal:
-            self._refuse_graph(str(refusal))
+            return str(refusal)
+        return None
 
     def _refuse_graph(self, reason: str) -> None:
         """Go on without a CUDA graph, and say why."""
@@ -698,10 +705,15 @@ class Strategy:
 
 
 @contextmanager
-def untimed(is_rare: bool) -> Iterator[None]:
-    """Take cuDNN's first choice for a shape that comes once an epoch: to time all for it (--autotune) never pays."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = before and not is_rare
+def untimed(is_rare: bool = True) -> Iterator[None]:
+    """Take cuDNN's first choice for a shape that comes rarely: to time all of them (--autotune) never pays.
+
+    torch keeps this choice: a shape that is first run in here is never timed.
+    """
+    if not is_rare:
+        yield
+        return
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
         yield
     finally:

@@ -7,7 +7,8 @@ in it, and has no side effects: the run is that with this size set by hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from stormo.data.generators import host_states, set_host_states
 from stormo.data.loaders import Loader
 from stormo.errors import SettingError, StormoError, pluralize
 from stormo.launch.torch_errors import is_out_of_memory, is_single_value_per_channel
-from stormo.parallel.base import Strategy
+from stormo.parallel.base import Strategy, untimed
 from stormo.parallel.memory import Memory, memory_of
 from stormo.system.hardware import GPU_SHARE
 
@@ -61,9 +62,8 @@ class Try:
 def find_micro_batch_size(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loader) -> Plan:
     """The plan with micro-batches that fit, also set in strategy and loader. All workers call it."""
     before = StateSnapshot(strategy)
-    # cuDNN would benchmark its algorithms for every size, with all free memory.
-    autotune, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
+    # cuDNN would time its algorithms for every size, with all free memory.
+    with untimed(), _own_choices(plan.precision):
         batch = _first_batch(plan, loader)
         strategy.make_kernels()
         memory = memory_of(strategy.world, strategy.devices())
@@ -76,8 +76,6 @@ def find_micro_batch_size(config: TrainConfig, plan: Plan, strategy: Strategy, l
             return tries[-1].fits
 
         found = search(plan.share, fits)
-    finally:
-        torch.backends.cudnn.benchmark = autotune
     before.restore()
     if not found:
         raise _nothing_fits(plan, strategy, tries[-1])
@@ -85,6 +83,22 @@ def find_micro_batch_size(config: TrainConfig, plan: Plan, strategy: Strategy, l
     loader.share = replace(loader.share, accumulate=plan.accumulate)
     strategy.set_accumulation(plan)
     return plan
+
+
+@contextmanager
+def _own_choices(precision: str) -> Iterator[None]:
+    """Keep cuDNN's choices apart from the training's, which would find them and time nothing (--autotune).
+
+    torch keeps one for each shape and setting of TF32, which 16-bit convolutions ignore.
+    """
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = conv.fp32_precision
+    if precision in ("bf16", "fp16"):
+        conv.fp32_precision = "ieee"  # the training sets tf32
+    try:
+        yield
+    finally:
+        conv.fp32_precision = before
 
 
 def _with_micro_batches(config: TrainConfig, plan: Plan, tries: list[Try], memory: Memory, rest_bytes: int) -> Plan:

@@ -38,7 +38,6 @@ _KEEP_BUFFERS: dict[str, Any] = (
 _LATER = "in a later batch, and with several workers all must have one"
 _STEPS_BEFORE_CAPTURE = 12  # in its first ones DDP times itself, with events that a capture does not take
 _NO_GRAPH_UNUSED = "the task has find_unused = True, and which parameters a batch leaves out is found by Python"
-_NO_GRAPH_ELSEWHERE = "another worker could not capture one"
 
 
 def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -147,26 +146,28 @@ class Replicated(Strategy):
         if any(parameter.grad is None and parameter.requires_grad for parameter in self._trained):
             raise unused_parameters(self.task, without_gradient(self.module), _LATER)
 
-    def _capture(self, batch: Batch) -> None:
+    def _capture(self, batch: Batch) -> str | None:
         """Capture a micro-batch with its exchange of gradients, on all workers or on none."""
         if self.world.size == 1:
-            super()._capture(batch)
-            return
+            return super()._capture(batch)
         if self.task.find_unused:
-            self._refuse_graph(_NO_GRAPH_UNUSED)
-            return
-        obstacle = batch_obstacle(batch.data)
-        if self.world.any(obstacle is not None):  # before the first collective of a capture
-            self._refuse_graph(obstacle or _NO_GRAPH_ELSEWHERE)
-            return
+            return _NO_GRAPH_UNUSED
+        refusal = self._refusal_of_any(batch_obstacle(batch.data))  # before the first collective of a capture
+        if refusal is not None:
+            return refusal
         for _ in range(0 if self._replica is None else _STEPS_BEFORE_CAPTURE):
             with self._gradient_sync(True):
                 self._forward_backward(self._eager, batch.data, batch.weight)
             self.clear_gradients()
-        super()._capture(batch)
-        if self.world.any(self._graph is None) and self._graph is not None:
+        refusal = self._refusal_of_any(super()._capture(batch))
+        if refusal is not None:
             self._graph = None  # a collective of a graph must be one of all graphs
-            self._refuse_graph(_NO_GRAPH_ELSEWHERE)
+        return refusal
+
+    def _refusal_of_any(self, own: str | None) -> str | None:
+        refusals = self.world.gather_objects(own)
+        first: str | None = self.world.broadcast_object(next(filter(None, refusals or ()), None))
+        return first
 
 
 class Ddp(Replicated):
@@ -227,9 +228,9 @@ class Ddp(Replicated):
     def _local_model(self) -> nn.Module:
         return self.module  # DDP's hooks act only after its own forward
 
-    def _capture(self, batch: Batch) -> None:
+    def _capture(self, batch: Batch) -> str | None:
         with nullcontext() if self._hook_meter is None else self._hook_meter.capturing():
-            super()._capture(batch)
+            return super()._capture(batch)
 
     def _replayed(self) -> None:
         if self._hook_meter is not None:

@@ -211,12 +211,10 @@ class Sharded(Replicated):
             self._reshard()  # a replay gathers for itself, and what a validation has gathered gets old
         return super().micro_step(batch)
 
-    def _capture(self, batch: Batch) -> None:
+    def _capture(self, batch: Batch) -> str | None:
         if frees_weights(self.module, self._plan, self._settings, self.world.parallel_dims):
-            self._refuse_graph(
-                f"with --shard-modules, or above {KEPT_BYTES >> 20} MiB, they are gathered again for backward"
-            )
-        super()._capture(batch)
+            return f"with --shard-modules, or above {KEPT_BYTES >> 20} MiB, they are gathered again for backward"
+        return super()._capture(batch)
 
     def _refuse_graph(self, reason: str) -> None:
         """End the run: torch's sharding does not recover from half a step."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from stormo.data.batches import batch_length, cut, rotated, tensors_in
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError, pluralize
-from stormo.parallel.base import Strategy
+from stormo.parallel.base import Strategy, untimed
 from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.meta_init import no_side_effects
 from stormo.tasks.metrics import held_metrics
@@ -101,7 +101,8 @@ class _Evaluation:
 
 def _find(strategy: Strategy, *batches: Any) -> _Mismatch | None:
     model, task = strategy.validated, strategy.task
-    with no_side_effects([strategy.module], strategy.world.device), _task_restored(task), _exact(strategy):
+    without_trace = no_side_effects([strategy.module], strategy.world.device)
+    with without_trace, _task_restored(task), _exact(strategy), untimed():
         model.eval()
         # All of them, even after one has failed: other ranks may wait in the model.
         evaluated = [_evaluate(strategy, model, data) for data in batches]

@@ -428,7 +428,8 @@ def test_compile_and_autotune_are_weighed_against_their_cost() -> None:
         plan = plan_of([H200], epochs=epochs)
         assert plan.compile is is_on
     assert not plan_of([H200] * 2, epochs=pays_from).compile  # two workers have half the work each
-    assert plan_of([H200], epochs=4000).autotune
+    pays_from = math.floor(choices.AUTOTUNE_COST_S / choices.AUTOTUNE_SAVES / seconds_an_epoch) + 1
+    assert [plan_of([H200], epochs=epochs).autotune for epochs in (pays_from - 1, pays_from)] == [False, True]
     assert said(plan_of([H200], epochs=1), "autotune").startswith("off: would save about 0 s")
 
 

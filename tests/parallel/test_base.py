@@ -638,8 +638,9 @@ class TellsWhetherTimed(Tiny):
     timed: list[tuple[int, bool]]
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        self.timed.append((len(batch[0]), torch.backends.cudnn.benchmark))
-        return super().loss(model, batch)
+        length, loss = len(batch[0]), super().loss(model, batch)
+        loss.register_hook(lambda _: self.timed.append((length, torch.backends.cudnn.benchmark)))  # in backward
+        return loss
 
 
 @pytest.mark.parametrize(
@@ -647,6 +648,7 @@ class TellsWhetherTimed(Tiny):
     [
         pytest.param(20, 1, [(8, True), (8, True), (4, False)], id="a short step"),
         pytest.param(16, 3, [(2, True), (3, True), (3, True)] * 2, id="micro-batches of two sizes"),
+        pytest.param(12, 2, [(4, True), (4, True), (2, False), (2, False)], id="a short step in micro-batches"),
         pytest.param(5, 1, [(5, True)], id="no other step"),
     ],
 )
@@ -662,4 +664,13 @@ def test_convolutions_are_timed_for_every_shape_but_that_of_a_short_last_step(
     for batch in parts.loader.epoch(1):
         parts.strategy.micro_step(batch)
     assert parts.task.timed == expected
+    assert torch.backends.cudnn.benchmark
+
+
+def test_a_step_that_fails_leaves_the_timing_of_convolutions_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    parts = build(World(alone(), torch.device("cpu")), {"num_train": 20}, global_batch_size=8)
+    monkeypatch.setattr(parts.task, "loss", lambda model, batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        parts.strategy.micro_step(list(parts.loader.epoch(1))[-1])
     assert torch.backends.cudnn.benchmark

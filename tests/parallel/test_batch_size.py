@@ -32,7 +32,7 @@ from stormo.errors import StormoError
 from stormo.launch import alone
 from stormo.parallel import memory
 from stormo.parallel.base import Strategy
-from stormo.parallel.batch_size import StateSnapshot, find_micro_batch_size, search
+from stormo.parallel.batch_size import StateSnapshot, _own_choices, find_micro_batch_size, search
 from stormo.system.hardware import visible_gpus
 from tests.commands.test_train import TASK, in_ranks, summary
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, steps, whole_state
@@ -490,3 +490,15 @@ def test_a_dry_run_says_when_the_passes_are_found(capsys: pytest.CaptureFixture[
     assert main(["train", TASK, *RATE, "--batch-size", "auto", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "64 (32 for each of 2 workers), in micro-batches that --batch-size auto finds once the workers" in printed
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", "ieee"), ("fp32", "tf32")])
+def test_choices_of_the_search_are_kept_apart_in_16_bits(precision: str, expected: str) -> None:
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before, conv.fp32_precision = conv.fp32_precision, "tf32"
+    try:
+        with _own_choices(precision):
+            assert conv.fp32_precision == expected
+        assert conv.fp32_precision == "tf32"
+    finally:
+        conv.fp32_precision = before

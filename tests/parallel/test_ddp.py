@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from stormo.config.link import Link
 from stormo.distributed.world import World
-from stormo.parallel import ddp
+from stormo.parallel import ddp, fsdp
 from stormo.parallel.base import Strategy
 from stormo.parallel.ddp import DataParallel, Ddp
-from tests.tiny_run import assert_same_bits, build, steps, whole_state
+from tests.tiny_run import Parts, assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
 
 Ranks = Callable[..., list[Any]]
@@ -131,16 +131,40 @@ def test_a_strategy_that_does_not_measure_has_no_exposed_wait() -> None:
     assert Ddp.measures_exposed_wait
 
 
-def _refusal(world: World) -> list[str]:
+def _refused(world: World) -> tuple[str | None, int]:
+    """Why rank 1 cannot capture its batch, as this rank hears it, and the passes that were run."""
     parts = build(world, {"num_train": 16}, global_batch_size=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp, "batch_obstacle", lambda data: "a batch holds a number" if world.rank else None)
-        parts.strategy._capture(next(iter(parts.loader.epoch(1))))
-    return parts.strategy.notices
+        return _captured(parts, patch)
+
+
+def _captured(parts: Parts, patch: pytest.MonkeyPatch) -> tuple[str | None, int]:
+    strategy, run, num_passes = parts.strategy, parts.strategy._forward_backward, 0
+
+    def count(*arguments: Any) -> Tensor:
+        nonlocal num_passes
+        num_passes += 1
+        return run(*arguments)
+
+    patch.setattr(strategy, "_forward_backward", count)
+    batch = next(iter(parts.loader.epoch(1)))
+    return strategy._capture(batch), num_passes
 
 
 def test_a_batch_that_one_worker_cannot_capture_is_captured_by_none(run_ranks: Ranks) -> None:
-    said = "Steps are run by Python, not replayed as a CUDA graph: "
-    (first,), (second,) = run_ranks(_refusal, 2)
-    assert first == f"{said}another worker could not capture one."
-    assert second == f"{said}a batch holds a number."
+    assert run_ranks(_refused, 2) == [("a batch holds a number", 0)] * 2
+
+
+def _refused_in_its_capture(world: World, strategy: str) -> tuple[str | None, int]:
+    parts = build(world, {"num_train": 16}, global_batch_size=8, strategy=strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp, "batch_obstacle", lambda data: None)
+        patch.setattr(fsdp, "frees_weights", lambda *_: False)  # as it does on a CPU
+        patch.setattr(Strategy, "_capture", lambda self, batch: "it waits" if world.rank else None)
+        return _captured(parts, patch)
+
+
+@pytest.mark.parametrize(("strategy", "num_passes"), [("ddp", 12), ("fsdp", 0)])
+def test_ddp_runs_a_few_passes_before_its_capture(run_ranks: Ranks, strategy: str, num_passes: int) -> None:
+    assert run_ranks(_refused_in_its_capture, 2, strategy) == [("it waits", num_passes)] * 2

@@ -15,7 +15,7 @@ from stormo.system.hardware import peaks_of
 
 # What the automatic choices assume; measured on an H200 with the reference job (docs/speed.md).
 COMPILE_COST_S = 25.0
-AUTOTUNE_COST_S = 4.0  # between 2 and, on a machine just started, 12
+AUTOTUNE_COST_S = 4.0  # 2 s on a warm machine, 12 s on one just started
 AUTOTUNE_SAVES = 0.08
 _ASSUMED_UTILISATION = 0.35
 _MAX_RESIDENT_BYTES = 8 * 2**30
