@@ -13,6 +13,7 @@ from stormo.config.plan import Plan, with_layers, with_task_optimizer
 from stormo.config.schema import TrainConfig
 from stormo.errors import MissingPackageError, SettingError, pluralize
 from stormo.optim.schedule import make_schedule
+from stormo.tasks.check import has_several_optimizers
 from stormo.tasks.task import Task
 from stormo.telemetry.text import encodable
 
@@ -35,7 +36,7 @@ class Point:
 
 def show(config: TrainConfig, plan: Plan, task: Task, out: TextIO) -> None:
     """Print the plan and, if asked, the curve."""
-    has_own = type(task).optimizer is not Task.optimizer  # the task may bring its own optimizer
+    has_own = type(task).optimizer is not Task.optimizer or has_several_optimizers(type(task))
     facts, shown = plan.facts, with_task_optimizer(config, plan) if has_own else plan
     shown = with_layers(
         config,

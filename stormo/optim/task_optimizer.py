@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ IGNORED = (
     *("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay"),
     *("ns_steps", "adjust_lr", "adamw_lr"),
 )
-_MAX_NAMED = 3  # frozen parameters
+_MAX_NAMED = 3  # parameters
 
 
 def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimizer | None:
@@ -29,7 +30,7 @@ def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> O
     if optimizer is None:
         return None
     said = f"optimizer() returned a {type(optimizer).__name__}"
-    _check(said, optimizer, model)
+    _check(said, optimizer, model, "return one, None for that of --optimizer, or write optimizers() for several")
     _freeze_others(optimizer, model)
     skip_compiler_in_step(optimizer)
     if is_schedule_free(optimizer):
@@ -65,14 +66,18 @@ def make_task_optimizers(make: Callable[[nn.Module], Any], model: nn.Module) -> 
         )
     for name, part in parts.items():
         said = f"optimizers() returned a {type(part).__name__} as {name}"
-        _check(said, part, model)
+        _check(said, part, model, "return one for each name")
         skip_compiler_in_step(part)
         if is_schedule_free(part):
             raise SettingError(said, "its averages are for a single optimizer", "return another, such as AdamW")
-    held = [id(p) for part in parts.values() for group in part.param_groups for p in group["params"]]
-    if len(held) > len(set(held)):
-        said = f"optimizers() returned {', '.join(parts)}"
-        raise SettingError(said, "some parameters are in more than one of them", "give every parameter to one")
+    held = Counter(id(p) for part in parts.values() for group in part.param_groups for p in group["params"])
+    shared = [name for name, parameter in model.named_parameters() if held[id(parameter)] > 1]
+    if shared:
+        raise SettingError(
+            f"optimizers() returned {', '.join(parts)}",
+            f"more than one of them has {_first(shared)}",
+            "give every parameter to one",
+        )
     joined = JoinedOptimizer(parts)
     _freeze_others(joined, model)
     return joined
@@ -85,10 +90,10 @@ def optimizer_name(optimizer: Optimizer) -> str:
     return " and ".join(f"{type(part).__name__} ({name})" for name, part in optimizer.parts.items())
 
 
-def _check(said: str, optimizer: Any, model: nn.Module) -> None:
-    """Refuse what cannot be stepped here; `said` begins the sentence."""
+def _check(said: str, optimizer: Any, model: nn.Module, instead: str) -> None:
+    """Refuse what cannot be stepped here; `said` begins the sentence, `instead` ends it for what is no optimizer."""
     if not isinstance(optimizer, Optimizer):
-        raise SettingError(said, "a torch.optim.Optimizer is stepped", "return one, or None for that of --optimizer")
+        raise SettingError(said, "a torch.optim.Optimizer is stepped", instead)
     known = {id(parameter) for parameter in model.parameters()}
     if foreign := sum(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise SettingError(
@@ -166,10 +171,13 @@ def optimizer_notice(
         "the global batch; warm-up and decay are those of the plan."
     )
     if frozen:
-        first = ", ".join(frozen[:_MAX_NAMED]) + (", …" if len(frozen) > _MAX_NAMED else "")
-        text += f" It leaves out {len(frozen)} of the model's parameters, which are frozen: {first}."
+        text += f" It leaves out {len(frozen)} of the model's parameters, which are frozen: {_first(frozen)}."
     ignored = [f"--{name.replace('_', '-')}" for name in IGNORED if name in settings.given]
     return text + (f" {', '.join(ignored)} {'have' if len(ignored) > 1 else 'has'} no effect." if ignored else "")
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
 
 
 def _listed(optimizer: Optimizer) -> str:

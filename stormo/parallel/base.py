@@ -378,11 +378,13 @@ class Strategy:
         if step_samples > 1 and self.world.data.size > 1 and not self._settings.speed.sync_batch_norm:
             instead += ", or --sync-batch-norm"
             instead += " instead of --ghost-batch-size" * (self._settings.batch.ghost_batch_size is not None)
+        why = f"a batch of {step_samples} leaves one of them a single sample"
+        if step_samples == 1:
+            which = "a batch of 1" if self._plan.global_batch_size == 1 else "the last step of an epoch"
+            why = f"{which} is a single sample"
         return SettingError(
             f"a global batch of {self._plan.global_batch_size} was set for {workers}",
-            f"a batch of {step_samples} leaves one of them a single sample, and batch norm needs two"
-            if step_samples > 1
-            else "a batch of 1 is a single sample, and batch norm needs two",
+            f"{why}, and batch norm needs two",
             instead,
         )
 

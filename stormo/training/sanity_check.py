@@ -5,7 +5,6 @@ All ranks do it together, before the run has a folder. Weights, buffers, gradien
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
 import traceback
@@ -72,15 +71,13 @@ def sanity_check(
     loader: Loader,
     validation: Validation,
     *,
-    every_shape: bool,
     may_diverge: bool = False,
     largest: Share | None = None,
     is_resumed: bool = False,
 ) -> Steps:
-    """Run the first micro-batches and the first validation batch, and undo them; return the steps that were run whole.
+    """Run the first step, the short last one and the first validation batch, and undo them; return the steps run whole.
 
     Args:
-        every_shape: also run the short last batch, so that kernels and buffers for it are ready.
         may_diverge: only warn where the first loss is not finite.
         largest: the share of a batch that grows, where its micro-batches become larger: it must fit now.
         is_resumed: the run may be past its first batches, so steps with a single sample are left to
@@ -95,7 +92,7 @@ def sanity_check(
     try:
         with explain_errors(task, "train_data", "loss"):
             batches = _checked(strategy, loader, first_check, is_resumed=is_resumed)
-            strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), first_check)
+            strategy.warm_up(loader, batches, first_check)
             stages = [loader.share.accumulate, *(stage.accumulate for stage in strategy._plan.stages)]
             check_loss_parts(strategy, first_check.first, max(stages))
             if largest is not None:

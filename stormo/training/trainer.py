@@ -307,12 +307,10 @@ class Trainer:
         is_larger = grown.micro_batch_size > plan.micro_batch_size and not strategy.is_sharded
         check_streams(self.task, self.world, loader, self._validation)
         with explain_out_of_memory(config, plan, self.world.device, has_model=True):
-            needs_no_warm_up = self.world.size == 1 and self.world.device.type == "cpu" and not plan.compile
             self._checked_steps = sanity_check(
                 strategy,
                 loader,
                 self._validation,
-                every_shape=not needs_no_warm_up or plan.loader == "streamed",
                 may_diverge=config.stop.on_divergence == "ignore",
                 largest=largest if is_larger else None,
                 is_resumed=config.resumed is not None,

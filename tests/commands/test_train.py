@@ -343,15 +343,15 @@ def test_before_a_checkpoint_there_is_no_word_of_a_resume(tmp_path: Path) -> Non
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fault", "code"), [("usr1-job 0 6", 75), ("interrupt-job 0 6", 130)])
+@pytest.mark.parametrize(("fault", "code"), [("usr1-job 0 7", 75), ("interrupt-job 0 7", 130)])
 def test_sigusr1_exits_with_75_and_ctrl_c_with_130_both_saved(tmp_path: Path, fault: str, code: int) -> None:
     stopped = in_ranks(tmp_path, "--run-name", "a", num_workers=1, TINY_FAULT=fault)
     assert stopped.returncode == code, stopped.stderr
     assert "Traceback" not in stopped.stderr
     run = tmp_path / "runs" / "a"
     assert summary(run)["stopped_by"] == "signal"
-    # The first call is the sanity check's, the sixth is in step 5; the signal is seen at the start of the next step,
-    # and that step is finished.
+    # The first two calls are the sanity check's, the seventh is in step 5; the signal is seen at the start of the next
+    # step, and that step is finished.
     assert checkpoints(run)[-1] == "step-00000006"
 
 

@@ -47,7 +47,7 @@ def test_what_it_leaves_out_is_counted_and_named(trained: Any, said: str | None)
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda model: model, r"returned a Linear, but a torch\.optim\.Optimizer is stepped; return one, or None"),
+        (lambda model: model, r"returned a Linear, but a torch\.optim\.Optimizer is stepped; return one, None for"),
         (
             lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1),
             r"returned a SGD, but 1 of its parameters are not the model's; make it from the parameters of the model",

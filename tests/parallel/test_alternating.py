@@ -145,7 +145,7 @@ def test_a_loss_that_does_not_reach_its_parameters_is_refused() -> None:
         (lambda model: torch.optim.SGD(model.parameters()), "optimizers() returned a SGD, but it maps names to "),
         (
             lambda model: {"a": torch.optim.SGD(model.parameters()), "b": torch.optim.SGD([model.bias])},
-            "optimizers() returned a, b, but some parameters are in more than one of them; give every parameter to one",
+            "optimizers() returned a, b, but more than one of them has bias; give every parameter to one",
         ),
         (lambda model: {"a": model}, "optimizers() returned a Linear as a, but a torch.optim.Optimizer is stepped"),
     ],

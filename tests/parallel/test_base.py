@@ -416,7 +416,7 @@ def _lone_sample(world: World, num_train: int, is_synchronised: bool) -> str:
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_last_batch_of_one_sample_is_refused_on_any_number_of_workers(run_ranks: Ranks, size: int) -> None:
     for said in run_ranks(_lone_sample, size, 33, True):
-        assert "a batch of 1 is a single sample" in said
+        assert "the last step of an epoch is a single sample" in said
         assert "--sync-batch-norm" not in said
 
 

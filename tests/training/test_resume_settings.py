@@ -119,7 +119,7 @@ def test_a_sample_that_batch_norm_gets_alone_is_found_before_the_first_step(
     monkeypatch.chdir(tmp_path)
     assert main([*ONE_LEFT, *flags.split(), "--epochs", "3"]) == 2
     said = capsys.readouterr().err
-    assert "but a batch of 1 is a single sample, and batch norm needs two" in said
+    assert "but the last step of an epoch is a single sample, and batch norm needs two" in said
     assert "--sync-batch-norm" not in said  # on one worker, or of one sample, it changes nothing
     assert not Path("runs").exists()
     # Where no layer minds, or no such batch will come, it is no matter.
@@ -162,6 +162,6 @@ def test_a_batch_changed_in_the_middle_of_an_epoch_that_leaves_one_sample_change
     before = _files(tmp_path / "runs" / "run")
     again = ["train", "--resume", "runs/run/checkpoints/step-00000002", "--device", "cpu", "--epochs", "2"]
     assert main([*again, "--batch-size", "23"]) == 2  # 24 samples are left of the epoch
-    assert "a batch of 1 is a single sample" in capsys.readouterr().err
+    assert "the last step of an epoch is a single sample" in capsys.readouterr().err
     assert _files(tmp_path / "runs" / "run") == before
     assert main([*again, "--batch-size", "22"]) == 0

@@ -27,9 +27,9 @@ from tests.tiny_task import Tiny
 Ranks = Callable[..., list[Any]]
 
 
-def _check(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> Steps:
+def _check(parts: Parts, *, may_diverge: bool = False) -> Steps:
     validation = Validation(parts.task, parts.task.validation_data(), 64, parts.world)
-    return sanity_check(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
+    return sanity_check(parts.strategy, parts.loader, validation, may_diverge=may_diverge)
 
 
 class Drawing(Tiny):
@@ -46,14 +46,14 @@ class Drawing(Tiny):
         return super().metrics(model, batch)
 
 
-def _leaves_no_trace(world: World, every_shape: bool) -> None:
+def _leaves_no_trace(world: World) -> None:
     parts = build(world, {"jitter": True, "num_train": 40}, task_class=Drawing, global_batch_size=16)
     generators = random.getstate(), repr(np.random.get_state())
     for num_steps in (0, 4):  # also with state in the optimizer, as after a resume
         steps(parts, num_steps)
         before = whole_state(parts)
         generators = random.getstate(), repr(np.random.get_state())
-        _check(parts, every_shape=every_shape)
+        _check(parts)
         assert_same_bits(whole_state(parts), before)
         assert generators == (random.getstate(), repr(np.random.get_state()))
         assert all(parameter.grad is None for parameter in parts.strategy.module.parameters())
@@ -62,41 +62,49 @@ def _leaves_no_trace(world: World, every_shape: bool) -> None:
         assert parts.loader.wait_s == 0.0
 
 
-@pytest.mark.parametrize(("size", "every_shape"), [(1, False), (1, True), (3, True)])
-def test_a_sanity_check_leaves_no_trace(run_ranks: Ranks, size: int, every_shape: bool) -> None:
-    run_ranks(_leaves_no_trace, size, every_shape)
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_sanity_check_leaves_no_trace(run_ranks: Ranks, size: int) -> None:
+    run_ranks(_leaves_no_trace, size)
 
 
-def _num_micro_batches(world: World) -> list[int]:
-    counts = []
-    for every_shape in (False, True):
-        parts = build(world, {"num_train": 40}, global_batch_size=16)
-        _check(parts, every_shape=every_shape)
-        assert isinstance(parts.task, Tiny)
-        counts.append(parts.task.num_calls)
-    return counts
+def _sizes(world: World) -> list[int]:
+    parts = build(world, {"num_train": 40}, task_class=NotesSizes, global_batch_size=16)
+    assert isinstance(parts.task, NotesSizes)
+    _check(parts)
+    return parts.task.sizes
 
 
-def test_one_micro_batch_is_enough_where_nothing_has_to_be_made_ready(run_ranks: Ranks) -> None:
-    assert run_ranks(_num_micro_batches, 1) == [[1, 2]]
+class NotesSizes(Tiny):
+    """Notes the size of every batch."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.sizes: list[int] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.sizes.append(len(batch[0]))
+        return super().loss(model, batch)
 
 
-def _micro_batches_for_single_samples(world: World, num_train: int) -> list[int]:
-    counts = []
-    for every_shape in (False, True):
-        parts = build(world, {"num_train": num_train, "norm": False}, global_batch_size=16)
-        checked = _check(parts, every_shape=every_shape)
-        assert isinstance(parts.task, Tiny)
-        before = parts.task.num_calls
-        check_single_samples(parts.strategy, parts.loader, parts.plan, Progress(), checked)
-        counts.append(parts.task.num_calls - before)
-    return counts
+def test_the_first_and_the_short_last_step_are_tried(run_ranks: Ranks) -> None:
+    assert run_ranks(_sizes, 1) == [[16, 8]]
 
 
-def test_a_step_that_leaves_a_single_sample_is_run_once_and_no_other_is_for_it(run_ranks: Ranks) -> None:
-    assert run_ranks(_micro_batches_for_single_samples, 1, 40) == [[0, 0]]
-    assert run_ranks(_micro_batches_for_single_samples, 1, 33) == [[1, 0]]
-    assert run_ranks(_micro_batches_for_single_samples, 2, 35) == [[1, 0]] * 2
+def _micro_batches_for_single_samples(world: World, num_train: int, is_checked: bool) -> int:
+    parts = build(world, {"num_train": num_train, "norm": False}, global_batch_size=16)
+    checked = _check(parts) if is_checked else frozenset()
+    assert isinstance(parts.task, Tiny)
+    before = parts.task.num_calls
+    check_single_samples(parts.strategy, parts.loader, parts.plan, Progress(), checked)
+    return parts.task.num_calls - before
+
+
+@pytest.mark.parametrize(("size", "num_train", "num_unchecked"), [(1, 40, 0), (1, 33, 1), (2, 35, 1)])
+def test_a_step_that_leaves_a_single_sample_is_run_once_and_no_other_is_for_it(
+    run_ranks: Ranks, size: int, num_train: int, num_unchecked: int
+) -> None:
+    assert run_ranks(_micro_batches_for_single_samples, size, num_train, False) == [num_unchecked] * size
+    assert run_ranks(_micro_batches_for_single_samples, size, num_train, True) == [0] * size
 
 
 def test_a_device_that_gets_one_sample_is_foreseen() -> None:
