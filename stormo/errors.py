@@ -10,7 +10,7 @@ import difflib
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # Names of options in other tools.
@@ -103,6 +103,11 @@ def pluralize(count: int | str, noun: str) -> str:
     """A number and what it counts: 1 worker, 2 workers, 3 batches."""
     ending = "" if str(count) == "1" else "es" if noun.endswith(("s", "tch")) else "s"
     return f"{count} {noun}{ending}"
+
+
+def first_names(names: Sequence[object], most: int = 3) -> str:
+    """The first of these names, with dots for the others."""
+    return ", ".join(map(str, names[:most])) + (", …" if len(names) > most else "")
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> SettingError:

@@ -340,6 +340,11 @@ class World:
         gathered = self.gather_bytes(json.dumps(value).encode())
         return None if gathered is None else [json.loads(payload) for payload in gathered]
 
+    def first_object(self, value: Any) -> Any:
+        """The JSON-able value of the first worker that has one other than None, on all workers; None if none has."""
+        gathered = self.gather_objects(value)
+        return self.broadcast_object(next((one for one in gathered or [] if one is not None), None))
+
     def store_put(self, name: str, value: Any) -> None:
         """Put a JSON-able value into the store, without waiting; does nothing if rank 0 is gone."""
         if self._signed is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stormo.config import schema
-from stormo.errors import SettingError
+from stormo.errors import SettingError, first_names
 from stormo.optim.schedule_free import begin_training, is_schedule_free
 from stormo.optim.table import skip_compiler_import, skip_compiler_in_step
 
@@ -20,7 +20,6 @@ IGNORED = (
     *("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay"),
     *("ns_steps", "adjust_lr", "adamw_lr"),
 )
-_MAX_NAMED = 3  # parameters
 
 
 def make_task_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimizer | None:
@@ -75,7 +74,7 @@ def make_task_optimizers(make: Callable[[nn.Module], Any], model: nn.Module) -> 
     if shared:
         raise SettingError(
             f"optimizers() returned {', '.join(parts)}",
-            f"more than one of them has {_first(shared)}",
+            f"more than one of them has {first_names(shared)}",
             "give every parameter to one",
         )
     joined = JoinedOptimizer(parts)
@@ -171,13 +170,9 @@ def optimizer_notice(
         "the global batch; warm-up and decay are those of the plan."
     )
     if frozen:
-        text += f" It leaves out {len(frozen)} of the model's parameters, which are frozen: {_first(frozen)}."
+        text += f" It leaves out {len(frozen)} of the model's parameters, which are frozen: {first_names(frozen)}."
     ignored = [f"--{name.replace('_', '-')}" for name in IGNORED if name in settings.given]
     return text + (f" {', '.join(ignored)} {'have' if len(ignored) > 1 else 'has'} no effect." if ignored else "")
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
 
 
 def _listed(optimizer: Optimizer) -> str:

@@ -20,7 +20,7 @@ from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.optim.task_optimizer import JoinedOptimizer, make_task_optimizers
-from stormo.parallel.base import Strategy, absent, untimed
+from stormo.parallel.base import Strategy, absent, no_cudnn_benchmark
 from stormo.parallel.coalesced import copy, means
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
@@ -96,7 +96,7 @@ class Alternating(Strategy):
         return loss
 
     def _run_again(self, batch: Batch) -> Tensor:
-        with absent(self.module, batch.is_padding), untimed(self._is_rare(batch)):
+        with absent(self.module, batch.is_padding), no_cudnn_benchmark(self._is_short_step(batch)):
             return self._forward_backward(self._eager, batch.data, batch.weight)
 
     def step(self, learning_rate: float) -> None:

@@ -358,7 +358,7 @@ class Strategy:
                 return loss
         model = self._model if is_full else self._eager
         try:
-            sync, timing = self._gradient_sync(span.is_last), untimed(self._is_rare(batch))
+            sync, timing = self._gradient_sync(span.is_last), no_cudnn_benchmark(self._is_short_step(batch))
             with sync, absent(self.module, batch.is_padding), timing:
                 with self._noise.on_samples(model, batch, self.clock.epoch):
                     loss = self._forward_backward(model, batch.data, batch.weight)
@@ -425,7 +425,7 @@ class Strategy:
         start, stop = part(*share, 0, plan.accumulate)
         return batch.span.step_samples == plan.global_batch_size and batch.span.num_samples == stop - start
 
-    def _is_rare(self, batch: Batch) -> bool:
+    def _is_short_step(self, batch: Batch) -> bool:
         # The short last step comes once an epoch, unless there is no other.
         return batch.span.step_samples < min(self._plan.global_batch_size, self._plan.facts.num_train)
 
@@ -707,7 +707,7 @@ class Strategy:
 
 
 @contextmanager
-def untimed(is_rare: bool = True) -> Iterator[None]:
+def no_cudnn_benchmark(is_rare: bool = True) -> Iterator[None]:
     """Take cuDNN's first choice for a shape that comes rarely: to time all of them (--autotune) never pays.
 
     torch keeps this choice: a shape that is first run in here is never timed.

@@ -22,7 +22,7 @@ from stormo.data.generators import host_states, set_host_states
 from stormo.data.loaders import Loader
 from stormo.errors import SettingError, StormoError, pluralize
 from stormo.launch.torch_errors import is_out_of_memory, is_single_value_per_channel
-from stormo.parallel.base import Strategy, untimed
+from stormo.parallel.base import Strategy, no_cudnn_benchmark
 from stormo.parallel.memory import Memory, memory_of
 from stormo.system.hardware import GPU_SHARE
 
@@ -63,7 +63,7 @@ def find_micro_batch_size(config: TrainConfig, plan: Plan, strategy: Strategy, l
     """The plan with micro-batches that fit, also set in strategy and loader. All workers call it."""
     before = StateSnapshot(strategy)
     # cuDNN would time its algorithms for every size, with all free memory.
-    with untimed(), _own_choices(plan.precision):
+    with no_cudnn_benchmark(), _own_cudnn_plans(plan.precision):
         batch = _first_batch(plan, loader)
         strategy.make_kernels()
         memory = memory_of(strategy.world, strategy.devices())
@@ -86,7 +86,7 @@ def find_micro_batch_size(config: TrainConfig, plan: Plan, strategy: Strategy, l
 
 
 @contextmanager
-def _own_choices(precision: str) -> Iterator[None]:
+def _own_cudnn_plans(precision: str) -> Iterator[None]:
     """Keep cuDNN's choices apart from the training's, which would find them and time nothing (--autotune).
 
     torch keeps one for each shape and setting of TF32, which 16-bit convolutions ignore.

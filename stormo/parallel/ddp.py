@@ -152,22 +152,18 @@ class Replicated(Strategy):
             return super()._capture(batch)
         if self.task.find_unused:
             return _NO_GRAPH_UNUSED
-        refusal = self._refusal_of_any(batch_obstacle(batch.data))  # before the first collective of a capture
+        # Before the first collective of a capture.
+        refusal: str | None = self.world.first_object(batch_obstacle(batch.data))
         if refusal is not None:
             return refusal
         for _ in range(0 if self._replica is None else _STEPS_BEFORE_CAPTURE):
             with self._gradient_sync(True):
                 self._forward_backward(self._eager, batch.data, batch.weight)
             self.clear_gradients()
-        refusal = self._refusal_of_any(super()._capture(batch))
+        refusal = self.world.first_object(super()._capture(batch))
         if refusal is not None:
             self._graph = None  # a collective of a graph must be one of all graphs
         return refusal
-
-    def _refusal_of_any(self, own: str | None) -> str | None:
-        refusals = self.world.gather_objects(own)
-        first: str | None = self.world.broadcast_object(next(filter(None, refusals or ()), None))
-        return first
 
 
 class Ddp(Replicated):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from stormo.checkpoint.format import MANIFEST
 from stormo.checkpoint.reader import find
-from stormo.errors import SettingError, pluralize
+from stormo.errors import SettingError, first_names, pluralize
 from stormo.training.initial_file import HINT, check_initial, initial_folders
 from stormo.training.trained_model import read_weights
 
 _INNER = ("state_dict", "model", "model_state_dict")  # where training scripts put the weights among other things
 _PREFIXES = ("module.", "_orig_mod.")  # of DDP and torch.compile
-_MAX_NAMED = 3
 _SAVE = "save it with torch.save(model.state_dict(), FILE)"
 
 
@@ -78,8 +77,8 @@ def load_initial(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
     if not taken:
         raise SettingError(
             f"--init-from {source} was set",
-            f"it holds {pluralize(len(weights), 'tensor')} ({_listed(list(weights))}), of which none fits the model "
-            f"({_listed(list(own))})",
+            f"it holds {pluralize(len(weights), 'tensor')} ({first_names(list(weights))}), of which none fits the "
+            f"model ({first_names(list(own))})",
             "name the weights of such a model, or leave it out",
         )
     model.load_state_dict({name: weights[name] for name in taken}, strict=False)
@@ -89,13 +88,9 @@ def load_initial(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
         "left over": [name for name in weights if name not in own],
     }
     text = f"--init-from {source}: {len(taken)} of the model's {pluralize(len(own), 'tensor')} were taken"
-    return text + "".join(f"; {len(some)} {what} ({_listed(some)})" for what, some in others.items() if some) + "."
+    return text + "".join(f"; {len(some)} {what} ({first_names(some)})" for what, some in others.items() if some) + "."
 
 
 def _fits(given: Tensor, own: Tensor) -> bool:
     kinds = [(tensor.shape, tensor.is_floating_point(), tensor.is_complex()) for tensor in (given, own)]
     return kinds[0] == kinds[1]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")

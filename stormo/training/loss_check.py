@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from stormo.data.batches import batch_length, cut, rotated, tensors_in
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError, pluralize
-from stormo.parallel.base import Strategy, untimed
+from stormo.parallel.base import Strategy, no_cudnn_benchmark
 from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.meta_init import no_side_effects
 from stormo.tasks.metrics import held_metrics
@@ -66,8 +66,7 @@ def check_loss_parts(strategy: Strategy, batch: Batch | None, num_micro_batches:
     if strategy.is_sharded and strategy.world.any(parts is None):
         parts = None
     found = None if parts is None else _find(strategy, *parts)
-    gathered = strategy.world.gather_objects(None if found is None else asdict(found))
-    first = strategy.world.broadcast_object(next((each for each in gathered or [] if each is not None), None))
+    first = strategy.world.first_object(None if found is None else asdict(found))
     if first is not None:
         raise _refusal(task, _Mismatch(**first), num_parts)
 
@@ -102,7 +101,7 @@ class _Evaluation:
 def _find(strategy: Strategy, *batches: Any) -> _Mismatch | None:
     model, task = strategy.validated, strategy.task
     without_trace = no_side_effects([strategy.module], strategy.world.device)
-    with without_trace, _task_restored(task), _exact(strategy), untimed():
+    with without_trace, _task_restored(task), _exact(strategy), no_cudnn_benchmark():
         model.eval()
         # All of them, even after one has failed: other ranks may wait in the model.
         evaluated = [_evaluate(strategy, model, data) for data in batches]

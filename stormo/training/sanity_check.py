@@ -30,7 +30,7 @@ from stormo.data.sample_check import require_same_start
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.launch.torch_errors import is_out_of_memory, task_mistake
-from stormo.parallel.base import Strategy, untimed
+from stormo.parallel.base import Strategy, no_cudnn_benchmark
 from stormo.parallel.batch_size import StateSnapshot
 from stormo.tasks.metrics import COUNT_OF, read_metrics
 from stormo.tasks.returned import unused_parameters
@@ -259,7 +259,7 @@ def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
         return
     middle = length // 2
     try:
-        with untimed():
+        with no_cudnn_benchmark():
             first, second = (
                 read_metrics(task, task.metrics(strategy.validated, cut(batch, *half)), strategy.world.device)[0]
                 for half in ((0, middle), (middle, length))

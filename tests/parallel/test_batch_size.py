@@ -32,7 +32,7 @@ from stormo.errors import StormoError
 from stormo.launch import alone
 from stormo.parallel import memory
 from stormo.parallel.base import Strategy
-from stormo.parallel.batch_size import StateSnapshot, _own_choices, find_micro_batch_size, search
+from stormo.parallel.batch_size import StateSnapshot, _own_cudnn_plans, find_micro_batch_size, search
 from stormo.system.hardware import visible_gpus
 from tests.commands.test_train import TASK, in_ranks, summary
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, steps, whole_state
@@ -497,7 +497,7 @@ def test_choices_of_the_search_are_kept_apart_in_16_bits(precision: str, expecte
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before, conv.fp32_precision = conv.fp32_precision, "tf32"
     try:
-        with _own_choices(precision):
+        with _own_cudnn_plans(precision):
             assert conv.fp32_precision == expected
         assert conv.fp32_precision == "tf32"
     finally:
