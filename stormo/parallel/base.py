@@ -49,7 +49,7 @@ from stormo.optim.task_optimizer import (
 from stormo.optim.task_scheduler import TaskScheduler
 from stormo.parallel.coalesced import broadcast, copy, split_like
 from stormo.parallel.compression import HALF_DTYPES, PowerSgd
-from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, capture
+from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, batch_obstacle, capture
 from stormo.parallel.exposed import ExposedWait
 from stormo.parallel.gradient_noise import GradientNoise, NoiseScaleMeter, total_norm
 from stormo.parallel.host_sum import open_host_sum
@@ -609,7 +609,8 @@ class Strategy:
                     self.clear_gradients()
                     check_learning_rates(self.optimizer, self.learning_rates)
                     if self._plan.graph and self._graph is None and self._is_full(batch):
-                        refusal = self._capture(batch)
+                        # Before the first collective of a capture.
+                        refusal = self.world.first_object(batch_obstacle(batch.data)) or self._capture(batch)
                         if refusal is not None:
                             self._refuse_graph(refusal)
         finally:

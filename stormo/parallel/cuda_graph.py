@@ -83,15 +83,12 @@ def capture(
 
     Args:
         forward_backward: as it runs in a step; it must add to `grad` where there is one.
-        data: a batch on the device.
+        data: a batch without a `batch_obstacle`.
         module: its parameters get the gradients.
         owners: objects by name whose plain attributes a micro-batch must not change.
         has_peers: whether collectives are captured. Then an error before the capture itself is raised as it is: the
             peers of this rank wait in a collective, and end only when this rank fails.
     """
-    obstacle = batch_obstacle(data)
-    if obstacle is not None:
-        raise CaptureRefusedError(obstacle)
     leaves, structure = tree_flatten(data)
     device = leaves[0].device
     inputs = [leaf.clone() for leaf in leaves]

@@ -22,7 +22,7 @@ from stormo.launch.torch_errors import unreduced_parameters
 from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
-from stormo.parallel.cuda_graph import batch_obstacle, leave_default_stream
+from stormo.parallel.cuda_graph import leave_default_stream
 from stormo.parallel.gradient_noise import NoiseScaleMeter
 from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
@@ -152,15 +152,11 @@ class Replicated(Strategy):
             return super()._capture(batch)
         if self.task.find_unused:
             return _NO_GRAPH_UNUSED
-        # Before the first collective of a capture.
-        refusal: str | None = self.world.first_object(batch_obstacle(batch.data))
-        if refusal is not None:
-            return refusal
         for _ in range(0 if self._replica is None else _STEPS_BEFORE_CAPTURE):
             with self._gradient_sync(True):
                 self._forward_backward(self._eager, batch.data, batch.weight)
             self.clear_gradients()
-        refusal = self.world.first_object(super()._capture(batch))
+        refusal: str | None = self.world.first_object(super()._capture(batch))
         if refusal is not None:
             self._graph = None  # a collective of a graph must be one of all graphs
         return refusal

@@ -431,6 +431,8 @@ def test_compile_and_autotune_are_weighed_against_their_cost() -> None:
     pays_from = math.floor(choices.AUTOTUNE_COST_S / choices.AUTOTUNE_SAVES / seconds_an_epoch) + 1
     assert [plan_of([H200], epochs=epochs).autotune for epochs in (pays_from - 1, pays_from)] == [False, True]
     assert said(plan_of([H200], epochs=1), "autotune").startswith("off: would save about 0 s")
+    with pytest.raises(SettingError, match="--autotune was set, but cuDNN runs on a GPU and the workers run on CPUs"):
+        plan_of([], autotune=True)
 
 
 def test_what_cannot_be_estimated_is_off() -> None:

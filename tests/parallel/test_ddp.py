@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from stormo.config.link import Link
 from stormo.distributed.world import World
-from stormo.parallel import ddp, fsdp
+from stormo.parallel import base, fsdp
 from stormo.parallel.base import Strategy
 from stormo.parallel.ddp import DataParallel, Ddp
 from tests.tiny_run import Parts, assert_same_bits, build, steps, whole_state
@@ -131,12 +132,15 @@ def test_a_strategy_that_does_not_measure_has_no_exposed_wait() -> None:
     assert Ddp.measures_exposed_wait
 
 
-def _refused(world: World) -> tuple[str | None, int]:
-    """Why rank 1 cannot capture its batch, as this rank hears it, and the passes that were run."""
+def _refused(world: World) -> list[str]:
+    """What this rank says where rank 1 cannot capture its batch."""
     parts = build(world, {"num_train": 16}, global_batch_size=8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp, "batch_obstacle", lambda data: "a batch holds a number" if world.rank else None)
-        return _captured(parts, patch)
+        patch.setattr(base, "batch_obstacle", lambda data: "a batch holds a number" if world.rank else None)
+        patch.setattr(parts.strategy, "_plan", replace(parts.plan, graph=True))
+        patch.setattr(parts.strategy, "_capture", lambda batch: pytest.fail("nothing may be captured"))
+        parts.strategy.warm_up(parts.loader)
+    return parts.strategy.notices
 
 
 def _captured(parts: Parts, patch: pytest.MonkeyPatch) -> tuple[str | None, int]:
@@ -153,13 +157,13 @@ def _captured(parts: Parts, patch: pytest.MonkeyPatch) -> tuple[str | None, int]
 
 
 def test_a_batch_that_one_worker_cannot_capture_is_captured_by_none(run_ranks: Ranks) -> None:
-    assert run_ranks(_refused, 2) == [("a batch holds a number", 0)] * 2
+    said = "Steps are run by Python, not replayed as a CUDA graph: a batch holds a number."
+    assert run_ranks(_refused, 2) == [[said]] * 2
 
 
 def _refused_in_its_capture(world: World, strategy: str) -> tuple[str | None, int]:
     parts = build(world, {"num_train": 16}, global_batch_size=8, strategy=strategy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp, "batch_obstacle", lambda data: None)
         patch.setattr(fsdp, "frees_weights", lambda *_: False)  # as it does on a CPU
         patch.setattr(Strategy, "_capture", lambda self, batch: "it waits" if world.rank else None)
         return _captured(parts, patch)

@@ -99,6 +99,14 @@ def pays_off(
     )
 
 
+def choose_autotune(config: TrainConfig, layout: Layout, seconds: float | None) -> tuple[bool, str]:
+    """Whether cuDNN times its convolutions, and why."""
+    asked = config.speed.autotune
+    if asked and layout.device_type == "cpu":
+        raise SettingError("--autotune was set", "cuDNN runs on a GPU and the workers run on CPUs", "set --no-autotune")
+    return pays_off(asked, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
+
+
 def choose_graph(
     config: TrainConfig, layout: Layout, compiled: bool, is_short: bool, accumulate: int
 ) -> tuple[bool, str]:
@@ -108,7 +116,7 @@ def choose_graph(
         return False, "as set"
     # Condition, why, what to set instead; the first one counts.
     obstacles = (
-        (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"),
+        (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "set --no-graph"),
         (
             not layout.spec.takes_cuda_graph,
             f"the strategies {', '.join(sorted(names(lambda row: row.takes_cuda_graph)))} are captured and this one is "

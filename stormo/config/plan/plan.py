@@ -18,9 +18,8 @@ from stormo.config.plan.batch import (
 )
 from stormo.config.plan.checks import check_data, check_numbers
 from stormo.config.plan.choices import (
-    AUTOTUNE_COST_S,
-    AUTOTUNE_SAVES,
     COMPILE_COST_S,
+    choose_autotune,
     choose_channels_last,
     choose_checkpoints,
     choose_graph,
@@ -192,7 +191,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     seconds = estimate_s(config, layout, facts, precision)
     compiled, compile_reason = pays_off(config.speed.compile, seconds, COMPILE_COST_S, facts.compile_saves, layout)
     channels_last, layout_reason = choose_channels_last(config, layout, precision, compiled)
-    autotune, autotune_reason = pays_off(config.speed.autotune, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
+    autotune, autotune_reason = choose_autotune(config, layout, seconds)
     is_short = global_batch_size > facts.num_train
     graph, graph_reason = choose_graph(config, layout, compiled, is_short, config.batch.accumulate)
     checkpoints, checkpoint_text = choose_checkpoints(config, steps_per_epoch)
