@@ -135,7 +135,7 @@ class SpeedStage:
             *("--global-batch-size", options.global_batch_size, "--task.width", options.width),
             *("--task.train-samples", options.samples, "--task.validation-samples", min(1000, options.samples)),
             *("--task.data-folder", str(options.data_folder), "--target-accuracy", 2, "--checkpoint-every", 0),
-            "--autotune",  # as in the other loops, and in a longer run of stormo
+            *(["--autotune"] if devices.device == "cuda" else []),  # as in the other loops, and in longer runs
             *("--runs-folder", str(self._folder), "--run-name", name, *_FLAGS.get(side, ())),
         )
         _finish([_start(command, devices.of_command(), self._folder / f"{name}.txt")])
