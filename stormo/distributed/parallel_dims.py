@@ -103,23 +103,26 @@ class ParallelDims:
         return self._subgroups[key]
 
     def small_messages(self, *axes: str, algorithm: str | None = None) -> SubGroup:
-        """The workers along these axes, with a communicator of their own on a stream of high priority.
+        """The workers along these axes, with a communicator of their own; NCCL's is on a stream of high priority.
 
-        A small message that the computation waits for then never queues behind buckets of gradients. All workers call
-        it. On Gloo it is `subgroup`.
+        A small message that the computation waits for then never queues behind buckets of gradients. And workers that
+        use different parameters may send both in different orders. All workers call it.
 
         Args:
             axes: along which the workers differ.
             algorithm: of NCCL for this communicator; None for NCCL's own choice.
         """
         plain = self.subgroup(*axes)
-        if plain.size == 1 or self._device.type != "cuda" or dist.get_backend(plain.group) == "gloo":
+        if plain.size == 1:
             return plain
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if self._timeout is not None:
-            options._timeout = self._timeout
+        backend: str = dist.get_backend(plain.group)
+        options = None
+        if self._device.type == "cuda" and backend != "gloo":
+            backend, options = "nccl", dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            if self._timeout is not None:
+                options._timeout = self._timeout
         with _environment("NCCL_ALGO", algorithm):  # NCCL reads it when it makes a communicator
-            group = dist.new_subgroups_by_enumeration(self._groups(axes), self._timeout, "nccl", options)[0]
+            group = dist.new_subgroups_by_enumeration(self._groups(axes), self._timeout, backend, options)[0]
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         return SubGroup(plain.ranks, self.rank, group)
 

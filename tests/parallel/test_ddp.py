@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import Tensor, nn
@@ -172,3 +172,58 @@ def _refused_in_its_capture(world: World, strategy: str) -> tuple[str | None, in
 @pytest.mark.parametrize(("strategy", "num_passes"), [("ddp", 12), ("fsdp", 0)])
 def test_ddp_runs_a_few_passes_before_its_capture(run_ranks: Ranks, strategy: str, num_passes: int) -> None:
     assert run_ranks(_refused_in_its_capture, 2, strategy) == [("it waits", num_passes)] * 2
+
+
+class Branches(Tiny):
+    """Each worker takes one of two branches before a batch norm that all share."""
+
+    find_unused = True
+
+    def model(self) -> nn.Module:
+        return Forked(2**14)  # so that in fp64 each branch fills a bucket of 1 MiB
+
+
+class Forked(nn.Module):
+    """Two branches and a common end.
+
+    Buckets are in the reverse order of parameters. So that of an unused branch is sent before the statistics of
+    backward, and that of a used one after them.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.end = nn.Sequential(nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+        self.branches = nn.ModuleList(nn.Linear(8, width) for _ in range(2))
+        self.place = 0
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Score points, all by the same branch."""
+        return cast(Tensor, self.end(self.branches[self.place](points)))
+
+
+def trained_branches(world: World, through_host: bool) -> list[list[Any]]:
+    """The weights before and after; with NCCL, statistics are summed through host memory or by a communicator."""
+    world.link = Link(world_size=world.size, bucket_mb=1)
+    flags = {"sync_batch_norm": True, "precision": "fp64", "strategy": "ddp"}
+    with pytest.MonkeyPatch.context() as patch:
+        if not through_host:
+            patch.setattr(base, "open_host_sum", lambda *_: None)
+        parts = build(world, {"num_train": 256}, task_class=Branches, global_batch_size=16, **flags)
+    model = parts.strategy.module
+    assert isinstance(model, Forked)
+    model.place = world.rank % 2
+    parts.strategy.warm_up(parts.loader)
+    before = [weight.detach().cpu().numpy().copy() for weight in parts.strategy.weights()]
+    steps(parts, 12)
+    return [before, [weight.detach().cpu().numpy() for weight in parts.strategy.weights()]]
+
+
+def assert_both_are_trained(weights_by_rank: list[list[list[Any]]]) -> None:
+    (before, first), *others = weights_by_rank
+    for _, weights in others:
+        assert all((one == other).all() for one, other in zip(weights, first, strict=True))
+    assert not [weight.shape for weight, old in zip(first, before, strict=True) if (weight == old).all()]
+
+
+def test_workers_that_use_different_parameters_exchange_gradients_and_statistics(run_ranks: Ranks) -> None:
+    assert_both_are_trained(run_ranks(trained_branches, 2, False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from benchmarks.rank_pool import RankPool
 from benchmarks.slice_devices import find_slices
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
+from tests.parallel.test_ddp import assert_both_are_trained, trained_branches
 from tests.parallel.test_exposed import SETUPS, Trunk
 from tests.tiny_run import Parts, build
 from tests.tiny_task import Tiny, points
@@ -115,42 +116,8 @@ def test_a_replayed_step_is_that_of_python(pool: RankPool, strategy: str, precis
             assert one == pytest.approx(other, rel=relative, abs=absolute)
 
 
-class Branches(Tiny):
-    """Each worker takes one of two branches, by the samples that it has, before a batch norm that all share."""
-
-    find_unused = True
-
-    def model(self) -> nn.Module:
-        return Forked(self.options.width)
-
-
-class Forked(nn.Module):
-    """Two branches and a common end."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(8, width) for _ in range(2))
-        self.end = nn.Sequential(nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
-        self.place = 0
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        """Score points, all by the same branch."""
-        return cast(torch.Tensor, self.end(self.branches[self.place](points)))
-
-
-def _branched(world: World) -> list[Any]:
-    flags = {"sync_batch_norm": True, "precision": "fp64", "strategy": "ddp"}
-    parts = build(world, {"num_train": 256}, task_class=Branches, global_batch_size=16, **flags)
-    model = parts.strategy.module
-    assert isinstance(model, Forked)
-    model.place = world.rank % 2
-    parts.strategy.warm_up(parts.loader)
-    _train(parts, 2 * NUM_STEPS)
-    return [weight.detach().cpu().numpy() for weight in parts.strategy.weights()]
-
-
-def test_workers_that_use_different_parameters_exchange_gradients_and_statistics(pool: RankPool) -> None:
-    first, *others = pool.run(_branched, 4)
-    for weights in others:
-        assert all((one == other).all() for one, other in zip(weights, first, strict=True))
-    assert not (first[0] == first[2]).all()  # both branches were trained, each by half of the workers
+@pytest.mark.parametrize("through_host", [True, False])
+def test_workers_that_use_different_parameters_exchange_gradients_and_statistics(
+    pool: RankPool, through_host: bool
+) -> None:
+    assert_both_are_trained(pool.run(trained_branches, 4, through_host))
