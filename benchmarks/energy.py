@@ -6,7 +6,7 @@
 all of the runs. `variation`: the coefficient of variation of the bills (GPU) of equal runs. `overhead`: time of a
 training epoch with measuring over the time without, in interleaved pairs, of which the median is shown. `energy_j`: of
 a run that ends when 85 % were held for two epochs, and `plain_energy_j` that of a plain script, both by the GPU's
-counter over the whole process, from its start on cold caches to its end.
+counter over the whole process, from its start on cold caches to its end; `train_energy_j` is that of its training.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def main() -> int:
         "counter_vs_power": drawn[device.physical_uuid] / drawn["power"],
         "variation": statistics.stdev(bills_j) / statistics.fmean(bills_j),
         "overhead": statistics.median(ratios),
+        "train_energy_j": target["train_energy_j"],
         "energy_j": target["energy_j"] if target["time_to_target_s"] is not None else math.nan,
         "plain_energy_j": plain_j,
     }

@@ -105,9 +105,9 @@ def pluralize(count: int | str, noun: str) -> str:
     return f"{count} {noun}{ending}"
 
 
-def first_names(names: Sequence[object], most: int = 3) -> str:
-    """The first of these names, with dots for the others."""
-    return ", ".join(map(str, names[:most])) + (", …" if len(names) > most else "")
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """The first of these names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> SettingError:

@@ -16,7 +16,7 @@ from stormo.checkpoint.reader import Reader, ReadItem
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, weights_digest
 from stormo.checkpoint.writer import Chunk, whole_chunk
 from stormo.distributed.world import World
-from stormo.errors import EXIT_USAGE, StormoError, pluralize
+from stormo.errors import EXIT_USAGE, StormoError, first_names, pluralize
 from stormo.parallel.base import Strategy
 from stormo.parallel.parameter_shards import ParameterShard
 from stormo.parallel.weight_average import EMA, WeightAverage
@@ -83,9 +83,11 @@ def restore_optimizer(optimizer: Optimizer, names: Names, tensors: Mapping[str, 
     parameters = _named_parameters(optimizer, names)
     known = {name for name, _, _ in parameters}
     if unknown := sorted(set(stored) - known):
-        raise OptimizerStateError(f"The stored optimizer state is for {_listed(unknown)}, which this optimizer lacks.")
+        raise OptimizerStateError(
+            f"The stored optimizer state is for {first_names(unknown)}, which this optimizer lacks."
+        )
     if missing := sorted(known - set(stored)):
-        raise OptimizerStateError(f"The stored optimizer state has nothing for {_listed(missing)}.")
+        raise OptimizerStateError(f"The stored optimizer state has nothing for {first_names(missing)}.")
     for name, parameter, group in parameters:
         state: dict[str, Any] = {}
         for key, kind, tensor in stored[name]:
@@ -145,11 +147,6 @@ def _placed(tensor: Tensor, key: str, parameter: Tensor, group: Mapping[str, Any
         # The multi-tensor kernels take their fast path only if state and parameter have the same strides.
         return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
     return tensor.to(parameter.device, copy=True)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 # Random state: torch (CPU, the current CUDA device), Python, NumPy's global generator.

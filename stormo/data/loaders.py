@@ -58,7 +58,7 @@ Augment = Callable[[Any, Tensor], Any]
 class Loader(ABC):
     """Gives one worker's batches of an epoch, from any position."""
 
-    _is_queued = False  # whether a read is queued on the device, behind its other work: nothing waits for it
+    _reads_on_gpu = False  # by kernels on its stream: the time to launch them is no wait for input
 
     def __init__(
         self, num_samples: int, share: Share, seed: int, num_draws: int, augment: Augment, device: torch.device
@@ -77,7 +77,7 @@ class Loader(ABC):
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
-            if not self._is_queued:
+            if not self._reads_on_gpu:
                 self.wait_s += time.perf_counter() - began
             if batch is None:
                 return
@@ -154,7 +154,7 @@ class ResidentLoader(_ShuffledLoader):
     ) -> None:
         super().__init__(len(data), share, seed, num_draws, augment, device)
         self._tensors = tuple(tensor.to(device) for tensor in data.tensors)
-        self._is_queued = device.type == "cuda"
+        self._reads_on_gpu = device.type == "cuda"
 
     def _read(self, epoch: int, order: Tensor, draws: Tensor | None, spans: list[MicroBatch]) -> Iterator[Batch]:
         order = order.to(self._device)

@@ -581,7 +581,7 @@ class Strategy:
     def warm_up(
         self, loader: Loader, batches: Iterable[Batch] | None = None, on_loss: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Run one micro-batch of each shape without effect, so that kernels, buffers and buckets are ready.
+        """Run the micro-batches of a full and of a short step without effect: kernels, buffers and buckets get ready.
 
         DDP learns its order of buckets in its first backward. It must be fixed before the first step, so that a resumed
         run sums in the same order.
@@ -609,7 +609,7 @@ class Strategy:
                     self.clear_gradients()
                     check_learning_rates(self.optimizer, self.learning_rates)
                     if self._plan.graph and self._graph is None and self._is_full(batch):
-                        # Before the first collective of a capture.
+                        # All ranks agree before one of them enters the collectives of a capture.
                         refusal = self.world.first_object(batch_obstacle(batch.data)) or self._capture(batch)
                         if refusal is not None:
                             self._refuse_graph(refusal)

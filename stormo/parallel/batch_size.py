@@ -63,7 +63,7 @@ def find_micro_batch_size(config: TrainConfig, plan: Plan, strategy: Strategy, l
     """The plan with micro-batches that fit, also set in strategy and loader. All workers call it."""
     before = StateSnapshot(strategy)
     # cuDNN would time its algorithms for every size, with all free memory.
-    with no_cudnn_benchmark(), _own_cudnn_plans(plan.precision):
+    with no_cudnn_benchmark(), _separate_cudnn_cache(plan.precision):
         batch = _first_batch(plan, loader)
         strategy.make_kernels()
         memory = memory_of(strategy.world, strategy.devices())
@@ -86,7 +86,7 @@ def find_micro_batch_size(config: TrainConfig, plan: Plan, strategy: Strategy, l
 
 
 @contextmanager
-def _own_cudnn_plans(precision: str) -> Iterator[None]:
+def _separate_cudnn_cache(precision: str) -> Iterator[None]:
     """Keep cuDNN's choices apart from the training's, which would find them and time nothing (--autotune).
 
     torch keeps one for each shape and setting of TF32, which 16-bit convolutions ignore.

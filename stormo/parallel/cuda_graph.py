@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stormo.errors import first_names
 from stormo.launch.torch_errors import SYNCHRONIZES
 from stormo.parallel.pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -157,9 +158,7 @@ def _check_host(forward_backward: ForwardBackward, data: Any, owners: Mapping[st
         raise CaptureRefusedError(f"a micro-batch waits for the device{places[0]}")
     changed = sorted(name for name in before.keys() | after.keys() if _differ(before.get(name), after.get(name)))
     if changed:
-        raise CaptureRefusedError(
-            f"a micro-batch changes {', '.join(changed[:3])} on the host, which a replay would not"
-        )
+        raise CaptureRefusedError(f"a micro-batch changes {first_names(changed)} on the host, which a replay would not")
     if loss.device.type != "cuda":
         raise CaptureRefusedError(f"the loss is a tensor on the {loss.device.type}")
 

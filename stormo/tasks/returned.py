@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from stormo.data.reading import is_stream
-from stormo.errors import SettingError, pluralize
+from stormo.errors import SettingError, first_names, pluralize
 
 if TYPE_CHECKING:
     from stormo.tasks.task import Task
@@ -152,11 +152,10 @@ def without_gradient(module: nn.Module) -> list[str]:
 
 def unused_parameters(owner: object, names: list[str], when: str = "in the first batch") -> SettingError:
     """The error for parameters without a gradient."""
-    name, more = type(owner).__name__, len(names) - 3
-    listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+    name = type(owner).__name__
     are, them = ("parameters", "them") if len(names) > 1 else ("parameter", "it")
     return SettingError(
-        f"{name}.model() has the {are} {listed}",
+        f"{name}.model() has the {are} {first_names(names)}",
         f"{name}.loss() gave {them} no gradient {when}",
         f"use {them} in loss(), leave {them} out, call requires_grad_(False) on {them}, or set find_unused = True on "
         f"{name} if other batches use {them}",

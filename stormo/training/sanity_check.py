@@ -75,7 +75,9 @@ def sanity_check(
     largest: Share | None = None,
     is_resumed: bool = False,
 ) -> Steps:
-    """Run the first step, the short last one and the first validation batch, and undo them; return the steps run whole.
+    """Run the micro-batches of the first step and of a short last one, and a validation batch, and undo them.
+
+    Returns the steps that were run whole.
 
     Args:
         may_diverge: only warn where the first loss is not finite.

@@ -385,7 +385,6 @@ def set_precision(config: TrainConfig, precision: str, *, autotune: bool) -> Non
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not repeatable without it
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
 
 
 def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader:

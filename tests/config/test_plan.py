@@ -433,6 +433,9 @@ def test_compile_and_autotune_are_weighed_against_their_cost() -> None:
     assert said(plan_of([H200], epochs=1), "autotune").startswith("off: would save about 0 s")
     with pytest.raises(SettingError, match="--autotune was set, but cuDNN runs on a GPU and the workers run on CPUs"):
         plan_of([], autotune=True)
+    assert said(plan_of([H200], deterministic=True, epochs=4000), "autotune").startswith("off: --deterministic takes")
+    with pytest.raises(SettingError, match="--autotune was set, but --deterministic takes"):
+        plan_of([H200], autotune=True, deterministic=True)
 
 
 def test_what_cannot_be_estimated_is_off() -> None:

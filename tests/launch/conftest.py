@@ -78,10 +78,10 @@ class Job:
     def wait_until_ready(self, num_workers: int) -> None:
         self.wait_for(lambda job: job.out.count("ready") >= num_workers)
 
-    def worker_pid(self, rank: int) -> int:
+    def worker_pid(self, rank: int, program: str = "worker_program") -> int:
         for pid in marked_processes(self.mark):
             variables = environment_of(pid)
-            if variables.get("RANK") == str(rank) and "worker_program" in command_of(pid):
+            if variables.get("RANK") == str(rank) and program in command_of(pid):
                 return pid
         raise AssertionError(f"no worker of rank {rank}")
 

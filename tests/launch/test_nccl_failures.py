@@ -5,6 +5,9 @@ Real NCCL between slices of one GPU. The same without NCCL is in test_agent.py a
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from benchmarks.slice_devices import find_slices
 pytestmark = [pytest.mark.gpu, pytest.mark.slices(4)]
 
 TASK = str(Path(__file__).parent.with_name("tiny_task.py"))
+UNCOUNTED = str(Path(TASK).with_name("uncounted_task.py"))
 TIMEOUT_S = 20
 FLAGS = f"--strategy ddp --global-batch-size 64 --epochs 10000 --target-accuracy 2 --timeout {TIMEOUT_S}"
 FLAGS += " --checkpoint-every 0 --no-graph --no-tensorboard"  # a replayed step would not call the task
@@ -25,16 +29,14 @@ StartProgram = Callable[..., Any]
 
 
 RAISES_BEFORE_CAPTURE = """
-import sys, torch
-sys.path.insert(0, {folder!r})
-from tiny_task import Tiny
+import torch
+from tests.uncounted_task import Uncounted
 
-class Raises(Tiny):
+class Raises(Uncounted):
     def loss(self, model, batch):
         if torch.cuda.get_sync_debug_mode() != 0 and torch.distributed.get_rank() == 1:
             raise ValueError("the task fails on purpose")  # others wait for its gradients
-        x, y = batch
-        return torch.nn.functional.cross_entropy(model(x), y)
+        return super().loss(model, batch)
 """
 
 
@@ -71,6 +73,20 @@ def test_a_killed_rank(failed: Failed) -> None:
     assert first.endswith("was killed by SIGKILL (signal 9)")
 
 
+@pytest.mark.parametrize("flags", ["--graph", "--strategy fsdp --graph", "--sync-batch-norm"])
+def test_a_killed_rank_whose_steps_are_replayed_or_summed_through_the_host(
+    start_program: StartProgram, tmp_path: Path, flags: str
+) -> None:
+    program = command(tmp_path, "--num-gpus", "4", *flags.split(), task=UNCOUNTED)
+    job = start_program(program, **find_slices().take(0, 4).of_command())
+    job.wait_for(lambda job: "Epoch = 3:" in job.out, 120.0)
+    assert "not replayed as a CUDA graph" not in job.out + job.err
+    os.kill(job.worker_pid(2, "\0stormo\0"), signal.SIGKILL)
+    first = lines_of(job)[0]
+    assert first.startswith("stormo: rank 2 on host ")
+    assert first.endswith("was killed by SIGKILL (signal 9)")
+
+
 def test_a_stopped_rank(failed: Failed) -> None:
     lines = failed("stop 2 30")
     assert lines[0].startswith("stormo: rank 2 (pid ")
@@ -87,7 +103,7 @@ def test_a_rank_that_raises(failed: Failed) -> None:
 
 def test_a_rank_that_raises_just_before_its_step_is_captured(start_program: StartProgram, tmp_path: Path) -> None:
     task = tmp_path / "raises.py"
-    task.write_text(RAISES_BEFORE_CAPTURE.format(folder=str(Path(TASK).parent)))
+    task.write_text(RAISES_BEFORE_CAPTURE)
     slices = find_slices().take(0, 4).of_command()
     lines = lines_of(start_program(command(tmp_path, "--num-gpus", "4", "--graph", task=f"{task}:Raises"), **slices))
     assert lines[0].startswith("stormo: rank 1 on host ")
@@ -115,3 +131,19 @@ def test_a_killed_rank_of_another_node(start_program: StartProgram, tmp_path: Pa
         jobs.append(start_program(program, TINY_FAULT="kill 2 30", **slices.of_rank(node)))
     for job in jobs:
         assert lines_of(job)[0].startswith("stormo: rank 2 on host ")
+
+
+def test_a_training_that_a_signal_has_stopped_is_resumed_on_fewer_slices(
+    start_program: StartProgram, tmp_path: Path
+) -> None:
+    slices = find_slices()
+    program = command(tmp_path, "--num-gpus", "4", "--preflight", "--run-name", "stopped")
+    stopped = start_program(program, TINY_FAULT="term-job 0 30", **slices.take(0, 4).of_command())
+    assert stopped.wait(120.0) == 75, stopped.err
+    assert "preflight: 4 workers on 1 node, all-reduce " in stopped.out
+    assert not [trace for trace in TRACES if trace in stopped.err]
+    program = command(tmp_path, "--num-gpus", "2", "--resume", "stopped", "--epochs", "4")
+    resumed = start_program(program, **slices.take(0, 2).of_command())
+    assert resumed.wait(120.0) == 0, resumed.err
+    summary = json.loads((tmp_path / "runs" / "stopped" / "summary.json").read_text())
+    assert (summary["num_resumes"], summary["steps"]) == (1, 64)

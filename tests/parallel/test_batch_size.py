@@ -32,7 +32,7 @@ from stormo.errors import StormoError
 from stormo.launch import alone
 from stormo.parallel import memory
 from stormo.parallel.base import Strategy
-from stormo.parallel.batch_size import StateSnapshot, _own_cudnn_plans, find_micro_batch_size, search
+from stormo.parallel.batch_size import StateSnapshot, find_micro_batch_size, search
 from stormo.system.hardware import visible_gpus
 from tests.commands.test_train import TASK, in_ranks, summary
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, steps, whole_state
@@ -493,12 +493,23 @@ def test_a_dry_run_says_when_the_passes_are_found(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("bf16", "ieee"), ("fp32", "tf32")])
-def test_choices_of_the_search_are_kept_apart_in_16_bits(precision: str, expected: str) -> None:
+def test_choices_of_the_search_are_kept_apart_in_16_bits(
+    precision: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    parts, seen = build(_world(), precision=precision, **AUTO), set[tuple[str, bool]]()
+    loss = parts.task.loss
+
+    def noted(model: Any, batch: Any) -> Any:
+        seen.add((conv.fp32_precision, torch.backends.cudnn.benchmark))
+        return loss(model, batch)
+
     before, conv.fp32_precision = conv.fp32_precision, "tf32"
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(parts.task, "loss", noted)
     try:
-        with _own_cudnn_plans(precision):
-            assert conv.fp32_precision == expected
+        _find(parts)
         assert conv.fp32_precision == "tf32"
     finally:
         conv.fp32_precision = before
+    assert seen == {(expected, False)}

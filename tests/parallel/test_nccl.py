@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from benchmarks.rank_pool import RankPool
 from benchmarks.slice_devices import find_slices
@@ -17,7 +15,8 @@ from stormo.parallel.base import Strategy
 from tests.parallel.test_ddp import assert_both_are_trained, trained_branches
 from tests.parallel.test_exposed import SETUPS, Trunk
 from tests.tiny_run import Parts, build
-from tests.tiny_task import Tiny, points
+from tests.tiny_task import points
+from tests.uncounted_task import Uncounted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slices(4)]
 NUM_STEPS = 6
@@ -28,14 +27,6 @@ def pool() -> Iterator[RankPool]:
     slices = find_slices()
     with RankPool(60.0, [slices.of_rank(rank) for rank in range(4)]) as made:
         yield made
-
-
-class Uncounted(Tiny):
-    """Does not count its steps, which a replayed step would not do."""
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        points, classes = batch
-        return cross_entropy(model(points), classes)
 
 
 def _built(world: World, flags: dict[str, Any], *, norm: bool = False) -> Parts:

@@ -104,6 +104,11 @@ def choose_autotune(config: TrainConfig, layout: Layout, seconds: float | None) 
     asked = config.speed.autotune
     if asked and layout.device_type == "cpu":
         raise SettingError("--autotune was set", "cuDNN runs on a GPU and the workers run on CPUs", "set --no-autotune")
+    if config.run.deterministic:
+        why = "--deterministic takes the same algorithms in every run"
+        if asked:
+            raise SettingError("--autotune was set", why, "leave out one of them")
+        return False, why
     return pays_off(asked, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
 
 

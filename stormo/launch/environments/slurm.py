@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from stormo.errors import SettingError, first_names, pluralize
+from stormo.errors import SettingError, pluralize
 from stormo.launch.rank_info import RankInfo, derived_port, host_name, read_int
 
 # Slurm numbers its own steps (batch script, interactive shell, extern, pending) from the top of 32 bits.
@@ -248,7 +248,7 @@ def hints(environ: Mapping[str, str], info: RankInfo, pid: int) -> list[str]:
     found = []
     tasks = step_tasks(environ)
     if len(set(tasks)) > 1:
-        shown = first_names(tasks, most=8)
+        shown = ", ".join(map(str, tasks[:8])) + (", …" if len(tasks) > 8 else "")
         each, rest = divmod(info.world_size, info.num_nodes)
         found.append(
             f"srun put {shown} tasks on the {info.num_nodes} nodes"
