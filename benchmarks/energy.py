@@ -6,7 +6,8 @@
 all of the runs. `variation`: the coefficient of variation of the bills (GPU) of equal runs. `overhead`: time of a
 training epoch with measuring over the time without, in interleaved pairs, of which the median is shown. `energy_j`: of
 a run that ends when 85 % were held for two epochs, and `plain_energy_j` that of a plain script, both by the GPU's
-counter over the whole process, from its start on cold caches to its end; `train_energy_j` is that of its training.
+counter over the whole process, from its start on cold caches to its end. `train_energy_j`: of the first of the two,
+while it trained, by its bill.
 """
 
 from __future__ import annotations

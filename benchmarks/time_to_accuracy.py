@@ -5,9 +5,9 @@
 Every run is a fresh process without compiled kernels from an earlier one; wall time is from process start to process
 end. `wall_time_s` is that of the very first process, which also reads every library from a cold disk when the machine
 has just been started; `warm_wall_time_s` is the median of the others, and what the plain script gets. Energy is the
-GPU's own counter over the whole process, `train_energy_j` that of the training alone; `nan` where it cannot be read
-or the bill has more than GPUs. `images_per_s` is the steady state of a run long enough for autotuned convolutions to
-pay; `fast_images_per_s` that of the short runs.
+GPU's own counter over the whole process; `nan` where it cannot be read. `train_energy_j` is that of the training alone;
+`nan` also where the bill has more than GPUs. `images_per_s` is the steady state of a run long enough for autotuned
+convolutions to pay; `fast_images_per_s` that of the short runs.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main() -> None:
     print("RESULT " + " ".join(f"{key}={value:.6g}" for key, value in figures.items()))
     limits = {"train_time_s": 4.5, "wall_time_s": 20.0} | ({"accurate_train_time_s": 27.0} if accurate else {})
     missed = [f"{key} <= {limit}" for key, limit in limits.items() if not figures[key] <= limit]  # nan is a miss
-    missed += [] if figures["images_per_s"] >= 30_000 else ["images_per_s >= 30000"]
+    missed += ["images_per_s >= 30000"] if not figures["images_per_s"] >= 30_000 else []
     sys.exit(f"missed on an H200: {', '.join(missed)}" if missed else 0)
 
 

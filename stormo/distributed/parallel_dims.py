@@ -105,8 +105,8 @@ class ParallelDims:
     def small_messages(self, *axes: str, algorithm: str | None = None) -> SubGroup:
         """The workers along these axes, with a communicator of their own; NCCL's is on a stream of high priority.
 
-        A small message that the computation waits for then never queues behind buckets of gradients. And workers that
-        use different parameters may send both in different orders. All workers call it.
+        A small message that the computation waits for then never queues behind buckets of gradients. And on Gloo,
+        workers that use different parameters may start a message and a bucket in different orders. All workers call it.
 
         Args:
             axes: along which the workers differ.
@@ -115,13 +115,13 @@ class ParallelDims:
         plain = self.subgroup(*axes)
         if plain.size == 1:
             return plain
-        backend: str = dist.get_backend(plain.group)
-        options = None
-        if self._device.type == "cuda" and backend != "gloo":
-            backend, options = "nccl", dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        is_gloo, options = dist.get_backend(plain.group) == "gloo", None
+        if not is_gloo:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             if self._timeout is not None:
                 options._timeout = self._timeout
         with _environment("NCCL_ALGO", algorithm):  # NCCL reads it when it makes a communicator
+            backend = "gloo" if is_gloo else "nccl"
             group = dist.new_subgroups_by_enumeration(self._groups(axes), self._timeout, backend, options)[0]
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         return SubGroup(plain.ranks, self.rank, group)

@@ -13,8 +13,6 @@ from stormo.errors import pluralize
 from stormo.system.hardware import num_cores
 from stormo.system.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
 
-INCLUDED = "the figure includes what"  # begins the end of a note on energy that others have drawn
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -126,7 +124,7 @@ def _sharing(uuid: str, num_slices: int, num_used: int) -> str:
     if num_used == num_slices:
         return f"{cut}, and this run uses all of them: the energy of the whole GPU is the run's"
     used = f"this run uses {num_used} of them" if num_used else "this run uses only some"
-    return f"{cut}, and {used}: the GPU has one counter, so {INCLUDED} the other slices drew"
+    return f"{cut}, and {used}: the GPU has one counter, so the figure includes what the other slices drew"
 
 
 def open_nvidia(
@@ -246,7 +244,7 @@ def _shared() -> tuple[str, ...]:
     own, all_cpus = num_cores(), os.cpu_count() or 0
     if own >= all_cpus:
         return ()
-    return (f"this job may use {own} of {all_cpus} CPUs: {INCLUDED} the others drew",)
+    return (f"this job may use {own} of {all_cpus} CPUs: the energy of the packages is that of all of them",)
 
 
 def _why_refused(zones: list[_Zone]) -> str:

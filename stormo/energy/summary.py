@@ -7,7 +7,6 @@ from typing import Any
 
 from stormo.config.schema import Energy
 from stormo.energy.ledger import JOULES_PER_KWH, Bill, cost
-from stormo.energy.probes import INCLUDED
 
 _NO_BILL = Bill(reasons=("measuring was turned off (--no-energy)",))
 SMALLEST_SHOWN_SHARE = 0.005
@@ -55,8 +54,7 @@ def energy_sentence(summary: Mapping[str, Any]) -> str:
         meanings.append(f"{rounded(summary['co2e_g'])} g CO2e")
     if summary["energy_cost"] is not None:
         meanings.append(f"{rounded(summary['energy_cost'])} {summary['currency']}")
-    included = [reason[:1].upper() + reason[1:] for reason in summary["energy_reasons"] if INCLUDED in reason]
-    return ". ".join([text, *([", ".join(meanings)] if meanings else []), *included]) + "."
+    return ". ".join([text, *([", ".join(meanings)] if meanings else [])]) + "."
 
 
 def amount_text(joules: float, error_j: float, kinds_j: Mapping[str, float]) -> str:

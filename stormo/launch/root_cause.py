@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from stormo.errors import first_names
 from stormo.launch.control import Event, Gone, RankEnded
 from stormo.launch.failure import Failure
 from stormo.launch.torch_errors import PeerLoss
@@ -153,9 +154,7 @@ def _all_wait(waits: Sequence[tuple[Failure, PeerLoss]], waited_s: float, elsewh
 
 
 def _names(ranks: Sequence[int]) -> str:
-    named = ", ".join(str(rank) for rank in ranks[:_MAX_NAMED])
-    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_names([str(rank) for rank in ranks], most=_MAX_NAMED)}"
 
 
 def _after(remark: str) -> str:

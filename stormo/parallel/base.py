@@ -609,9 +609,11 @@ class Strategy:
                     self.clear_gradients()
                     check_learning_rates(self.optimizer, self.learning_rates)
                     if self._plan.graph and self._graph is None and self._is_full(batch):
-                        # All ranks agree before one of them enters the collectives of a capture.
-                        refusal = self.world.first_object(batch_obstacle(batch.data)) or self._capture(batch)
+                        # All ranks or none: each enters collectives, and then has them in its graph.
+                        first = self.world.first_object
+                        refusal = first(batch_obstacle(batch.data)) or first(self._capture(batch))
                         if refusal is not None:
+                            self._graph = None
                             self._refuse_graph(refusal)
         finally:
             self._is_warming_up = False

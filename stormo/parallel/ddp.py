@@ -147,19 +147,14 @@ class Replicated(Strategy):
             raise unused_parameters(self.task, without_gradient(self.module), _LATER)
 
     def _capture(self, batch: Batch) -> str | None:
-        """Capture a micro-batch with its exchange of gradients, on all workers or on none."""
-        if self.world.size == 1:
-            return super()._capture(batch)
-        if self.task.find_unused:
+        """Capture a micro-batch with its exchange of gradients."""
+        if self.world.size > 1 and self.task.find_unused:
             return _NO_GRAPH_UNUSED
         for _ in range(0 if self._replica is None else _STEPS_BEFORE_CAPTURE):
             with self._gradient_sync(True):
                 self._forward_backward(self._eager, batch.data, batch.weight)
             self.clear_gradients()
-        refusal: str | None = self.world.first_object(super()._capture(batch))
-        if refusal is not None:
-            self._graph = None  # a collective of a graph must be one of all graphs
-        return refusal
+        return super()._capture(batch)
 
 
 class Ddp(Replicated):

@@ -219,7 +219,7 @@ class Sharded(Replicated):
     def _refuse_graph(self, reason: str) -> None:
         """End the run: torch's sharding does not recover from half a step."""
         raise SettingError(
-            "--graph was set", f"a step with sharded weights cannot be captured: {reason}", "leave it out"
+            "--graph was set", f"a step with sharded weights cannot be captured: {reason}", "set --no-graph"
         )
 
     def _gradient_norm(self) -> Tensor:

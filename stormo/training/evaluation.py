@@ -55,7 +55,7 @@ def evaluate(
         data = task.datasets()[1]
         checkpoint, step, weights = _weights(world, find_checkpoint)
         precision = choose_precision(config, layout)[0]
-        set_precision(config, precision, autotune=bool(config.speed.autotune) and not config.run.deterministic)
+        set_precision(config, precision, autotune=bool(config.speed.autotune))
         torch.manual_seed(derive_seed(config.run.seed, "model"))
         model = make_trained(task, weights, checkpoint, precision).to(device)
         if choose_channels_last(config, layout, precision, compiled=False)[0]:

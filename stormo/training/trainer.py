@@ -380,7 +380,7 @@ def set_precision(config: TrainConfig, precision: str, *, autotune: bool) -> Non
     tf32 = "ieee" if precision in ("fp32", "fp64") else "tf32"
     torch.backends.cuda.matmul.fp32_precision = tf32
     torch.backends.cudnn.conv.fp32_precision = tf32  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = autotune
+    torch.backends.cudnn.benchmark = autotune and not config.run.deterministic
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not repeatable without it

@@ -431,11 +431,15 @@ def test_compile_and_autotune_are_weighed_against_their_cost() -> None:
     pays_from = math.floor(choices.AUTOTUNE_COST_S / choices.AUTOTUNE_SAVES / seconds_an_epoch) + 1
     assert [plan_of([H200], epochs=epochs).autotune for epochs in (pays_from - 1, pays_from)] == [False, True]
     assert said(plan_of([H200], epochs=1), "autotune").startswith("off: would save about 0 s")
-    with pytest.raises(SettingError, match="--autotune was set, but cuDNN runs on a GPU and the workers run on CPUs"):
-        plan_of([], autotune=True)
-    assert said(plan_of([H200], deterministic=True, epochs=4000), "autotune").startswith("off: --deterministic takes")
-    with pytest.raises(SettingError, match="--autotune was set, but --deterministic takes"):
-        plan_of([H200], autotune=True, deterministic=True)
+
+
+@pytest.mark.parametrize(("gpus", "flags"), [([], {}), ([H200], {"deterministic": True, "epochs": 4000})])
+def test_autotuning_is_off_where_it_has_no_effect(gpus: list[Gpu], flags: dict[str, Any]) -> None:
+    assert not plan_of(gpus, **flags).autotune
+    with pytest.raises(SettingError, match="--autotune was set"):
+        plan_of(gpus, autotune=True, **flags)
+    resumed = replace(configured(autotune=True, **flags), given=frozenset())
+    assert not resolve(resumed, layout_of(gpus), FACTS).autotune
 
 
 def test_what_cannot_be_estimated_is_off() -> None:

@@ -194,4 +194,4 @@ def test_a_share_of_the_cpus_is_said_to_be_one(powercap: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     probe, _ = open_rapl(powercap)
     assert probe is not None
-    assert probe.notes == ("this job may use 2 of 64 CPUs: the figure includes what the others drew",)
+    assert probe.notes == ("this job may use 2 of 64 CPUs: the energy of the packages is that of all of them",)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from stormo.config.schema import Energy
 from stormo.energy import read_bill
-from stormo.energy.probes import _sharing
 from stormo.energy.summary import energy_sentence, energy_summary, joules_text
 from tests.energy.job import Job
 
@@ -39,18 +38,6 @@ def test_without_factors_a_target_or_samples_nothing_is_made_up(tmp_path: Path) 
     for key in ("co2e_g", "energy_cost", "currency", "energy_j_per_sample", "energy_to_target_j"):
         assert summary[key] is None
     assert "sample" not in str(energy_sentence(summary))
-
-
-def test_a_figure_that_includes_the_energy_of_others_says_so(tmp_path: Path) -> None:
-    job = Job(tmp_path, 1)
-    job.attempt(SCRIPT)
-    summary = energy_summary(read_bill(job.run_folder), Energy(), num_samples=0, target_unix_s=None)
-    assert "drew" not in energy_sentence(summary)
-    summary["energy_reasons"] += ["dram not measured: why", _sharing("GPU-a", 7, 4)]
-    assert energy_sentence(summary).endswith(
-        " %. GPU-a is cut into 7 slices, and this run uses 4 of them: the GPU has one counter, so the figure includes "
-        "what the other slices drew."
-    )
 
 
 def test_nothing_measured_gives_the_reason(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_what_it_leaves_out_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("trained", "said"),
     [
-        (0, "leaves out 4 of the model's parameters, which are frozen: 1.weight, 1.bias, 2.weight, …."),
+        (0, "leaves out 4 of the model's parameters, which are frozen: 1.weight, 1.bias, 2.weight and 1 more."),
         (slice(2), "leaves out 2 of the model's parameters, which are frozen: 2.weight, 2.bias."),
         (slice(3), None),
     ],

@@ -73,9 +73,9 @@ def test_nothing_that_fits_is_refused(weights: dict[str, torch.Tensor]) -> None:
     with pytest.raises(SettingError) as refused:
         load_initial(_model(), {f"backbone.{name}": tensor for name, tensor in weights.items()}, "F")
     assert str(refused.value) == (
-        "--init-from F was set, but it holds 9 tensors (backbone.0.weight, backbone.0.bias, backbone.1.weight, …), "
-        "of which none fits the model (0.weight, 0.bias, 1.weight, …); name the weights of such a model, or leave it "
-        "out."
+        "--init-from F was set, but it holds 9 tensors (backbone.0.weight, backbone.0.bias, backbone.1.weight and 6 "
+        "more), of which none fits the model (0.weight, 0.bias, 1.weight and 6 more); name the weights of such a "
+        "model, or leave it out."
     )
 
 

@@ -101,15 +101,16 @@ def pays_off(
 
 def choose_autotune(config: TrainConfig, layout: Layout, seconds: float | None) -> tuple[bool, str]:
     """Whether cuDNN times its convolutions, and why."""
-    asked = config.speed.autotune
-    if asked and layout.device_type == "cpu":
-        raise SettingError("--autotune was set", "cuDNN runs on a GPU and the workers run on CPUs", "set --no-autotune")
-    if config.run.deterministic:
-        why = "--deterministic takes the same algorithms in every run"
-        if asked:
-            raise SettingError("--autotune was set", why, "leave out one of them")
-        return False, why
-    return pays_off(asked, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
+    asked, obstacle = config.speed.autotune, ""
+    if layout.device_type == "cpu":
+        obstacle = "cuDNN runs on a GPU and the workers run on CPUs"
+    elif config.run.deterministic:
+        obstacle = "--deterministic takes the same algorithms in every run"
+    if not obstacle or asked is False:
+        return pays_off(asked, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
+    if asked and "autotune" in config.given:  # that of a resumed run has no effect
+        raise SettingError("--autotune was set", obstacle, "set --no-autotune")
+    return False, obstacle
 
 
 def choose_graph(
@@ -126,7 +127,7 @@ def choose_graph(
             not layout.spec.takes_cuda_graph,
             f"the strategies {', '.join(sorted(names(lambda row: row.takes_cuda_graph)))} are captured and this one is "
             f"{layout.strategy}",
-            "leave it out, or set --strategy ddp",
+            "set --no-graph, or --strategy ddp",
         ),
         (asked is None and layout.is_sharded, "a step with sharded weights is captured where --graph asks for it", ""),
         (config.sharding.offload, "offloaded weights are copied by Python", "leave out --offload"),
@@ -144,7 +145,7 @@ def choose_graph(
         (
             accumulate > 1,
             f"a replay overwrites gradients and {accumulate} micro-batches are summed",
-            "leave it out" if config.batch.batch_size == "auto" else "leave out --accumulate",
+            "set --no-graph" if config.batch.batch_size == "auto" else "leave out --accumulate",
         ),
         (compiled, "a compiled step is not captured", "set --no-compile"),
         (is_short, "a full batch is captured and there are too few samples for one", "set a smaller batch"),
@@ -156,7 +157,7 @@ def choose_graph(
         (
             config.optimizer.gradient_noise_batch is not None,
             "a replay would repeat the gradient noise",
-            "leave it out",
+            "set --no-graph",
         ),
     )
     found = next(((why, instead) for holds, why, instead in obstacles if holds), None)
