@@ -465,7 +465,8 @@ class Strategy:
     def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Step an optimizer with the gradients of all workers."""
         self._collect_gradients()
-        self._divide_by_items(self._gradients())
+        if self.loss_weights.has_counts:
+            self.loss_weights.divide(self._gradients(), self._total_items())
         self._finish_gradients(optimizer)
         start_momentum(optimizer, may_skip=self.scaler.is_enabled())
         self.scaler.step(optimizer)
@@ -484,11 +485,6 @@ class Strategy:
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.optimizer_params() if parameter.grad is not None]
-
-    def _divide_by_items(self, gradients: Iterable[Tensor]) -> None:
-        """Make gradients of the mean over items, if losses have counts."""
-        if self.loss_weights.has_counts:
-            self.loss_weights.divide(gradients, self._total_items())
 
     def _total_items(self) -> Tensor:
         """The items of all workers in this step."""

@@ -99,7 +99,9 @@ class Server(Strategy):
     def step(self, learning_rate: float) -> None:
         """Send the gradients to the servers, and receive the new weights."""
         works: list[dist.Work] = []
-        self._divide_by_items([p.grad for p in self.module.parameters() if p.grad is not None])
+        if self.loss_weights.has_counts:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            self.loss_weights.divide(gradients, self._total_items())
         for server, (named, message) in enumerate(zip(self._assigned, self._messages, strict=True)):
             message.pack([parameter.grad for _, parameter in named], learning_rate)
             if server != self.world.rank:
