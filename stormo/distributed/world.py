@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import math
 import os
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from torch import Tensor
 from stormo.config.link import Link
 from stormo.config.mesh import Mesh
 from stormo.distributed.parallel_dims import DATA, ParallelDims, SubGroup
-from stormo.distributed.status_table import StatusTable
+from stormo.distributed.status_table import StatusTable, float_to_int
 from stormo.distributed.store import PeerFailedError, Store, within
 from stormo.errors import SettingError, StormoError
 from stormo.launch.address import interface_towards
@@ -33,7 +32,6 @@ from stormo.launch.rank_info import RankInfo
 _Result = TypeVar("_Result")
 _COALESCED_BYTES = 2**25  # of small tensors that are sent as one message
 _LONG_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead worker ends the job by other means
-_MANY_WORKERS = 128  # from here on, an all-reduce round a ring of all workers takes too long for a vote
 _RELEASE_S = 0.05
 # NCCL's watchdog first waits four times this long for a dump of its last collectives, which nobody reads here. In these
 # 6 s the launcher finds the cause and ends the process; else the watchdog does, with its trace.
@@ -42,12 +40,6 @@ _WATCHDOG = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
 }
-Levels = tuple[dist.ProcessGroup, dist.ProcessGroup]  # its neighbours, and their counterparts elsewhere
-
-
-def level_width(num_workers: int) -> int:
-    """Workers in a group of the first level: the largest divisor of their number up to its square root."""
-    return next(width for width in range(math.isqrt(num_workers), 0, -1) if num_workers % width == 0)
 
 
 class World:
@@ -73,7 +65,7 @@ class World:
         self.is_main = rank_info.rank == 0
         self._num_waits = 0
         self._tables: list[StatusTable] = []
-        self._levels: Levels | None = None
+        self._vote_tables: dict[int, StatusTable] = {}  # by their lag
         self._choose_link = choose_link  # called by all workers before they join
         self.link: Link | None = None  # what NCCL is told; None for its own settings
         if device.type == "cuda":
@@ -363,24 +355,16 @@ class World:
                 found.append(None)
         return found
 
-    def levels(self, least_workers: int = _MANY_WORKERS) -> Levels | None:
-        """Groups for a sum in two levels; None if one level is enough. All workers call it."""
-        width = level_width(self.size)
-        if self.size < least_workers or width < 2:
-            return None
-        if self._levels is None:
-            rows = [list(range(first, first + width)) for first in range(0, self.size, width)]
-            mine = [
-                dist.new_subgroups_by_enumeration(groups, timeout=self.timeout, backend="gloo")[0]
-                for groups in (rows, [list(column) for column in zip(*rows, strict=True)])
-            ]
-            self._levels = mine[0], mine[1]
-        return self._levels
-
-    def status_table(self) -> StatusTable:
-        """A new table for a few numbers of all workers. All workers call it."""
-        self._tables.append(StatusTable(self))
+    def status_table(self, lag: int = 0) -> StatusTable:
+        """A new table for a few numbers of all workers, read up to `lag` rounds late. All workers call it."""
+        self._tables.append(StatusTable(self, lag))
         return self._tables[-1]
+
+    def vote_table(self, lag: int) -> StatusTable:
+        """The table for votes with this lag, of which one at a time is in use. All workers call it."""
+        if lag not in self._vote_tables:
+            self._vote_tables[lag] = self.status_table(lag)
+        return self._vote_tables[lag]
 
     def close(self) -> None:
         """Leave the process group."""
@@ -405,81 +389,52 @@ def _keep_groups() -> None:
 class AsyncAllReduce:
     """A sum, and the largest of proposed numbers, over all workers: started in a step, read at its end.
 
-    The all-reduce runs in the background, and every worker reads the same outcome at the same step. With a lag it is
-    the outcome of an earlier step: a worker may be that far ahead. With two levels, which need a lag, the second sum
-    starts at the end of the step and runs during the next one.
+    Every worker reads the same outcome at the same step. With a lag it is the outcome of an earlier step: a worker may
+    be that far ahead.
     """
 
-    _LARGEST = 64  # of the proposed numbers, which are signals
-
-    def __init__(self, world: World, lag: int = 0, levels: Levels | None = None) -> None:
-        assert lag or levels is None
-        self._world = world
+    def __init__(self, world: World, lag: int = 0) -> None:
+        self._table = world.vote_table(lag) if world.size > 1 else None
+        assert self._table is None or not self._table.num_unread
         self._lag = lag
-        self._levels = levels
-        self._is_halfway = False  # whether the newest sum has done its first level only
-        # Index 0 has the sum, and every other index a mark if its number was proposed.
-        self._buffers = [torch.zeros(1 + self._LARGEST, dtype=torch.float64) for _ in range(lag + 1)]
-        self._num_started = 0
-        self._pending: deque[tuple[Tensor, dist.Work | None]] = deque()
-        self._none = torch.zeros(1 + self._LARGEST, dtype=torch.float64).numpy()
-        self._marks = self._none  # as NumPy, which reads a single number faster
+        self._started: deque[tuple[int, float]] = deque()  # what this worker has proposed, not read yet
+        self._number, self._total = 0, 0.0  # as last read
 
     def start(self, number: int, share: float = 0.0) -> None:
         """Propose a number, of which the largest wins, and add a share to the sum."""
-        self._start_second_level()
-        buffer = self._buffers[self._num_started % len(self._buffers)]
-        self._num_started += 1
-        marks = buffer.numpy()
-        marks.fill(0.0)
-        marks[0] = share
-        if number:
-            marks[number] = 1.0
-        group = None if self._levels is None else self._levels[0]
-        work = dist.all_reduce(buffer, async_op=True, group=group) if self._world.size > 1 else None
-        self._pending.append((buffer, work))
-        self._is_halfway = self._levels is not None
-
-    def _start_second_level(self) -> None:
-        """Start the second sum of the newest one, whose first sum has had the time of a step."""
-        if self._is_halfway and self._levels is not None:
-            self._is_halfway = False
-            buffer, work = self._pending.pop()
-            assert work is not None
-            work.wait()
-            self._pending.append((buffer, dist.all_reduce(buffer, async_op=True, group=self._levels[1])))
+        self._started.append((number, share))
+        if self._table is not None:
+            self._table.post((number, float_to_int(share), 0))
 
     def outcome(self) -> int:
         """The largest number of the sum started last, or `lag` before it; 0 if there is none."""
         self._finish()
-        return self._proposed()
+        return self._number
 
     def total(self) -> float:
         """The sum of all shares of the same one."""
         self._finish()
-        return float(self._marks[0])
+        return self._total
 
     def drain(self) -> int:
         """The largest outcome of all that are not read yet. All workers call it at the same step."""
         found = 0
-        self._start_second_level()
-        while self._pending:
+        while self._started:
             self._receive()
-            found = max(found, self._proposed())
-        self._marks = self._none
+            found = max(found, self._number)
+        self._number, self._total = 0, 0.0
         return found
 
-    def _proposed(self) -> int:
-        proposed = self._marks[1:].nonzero()[0]
-        return int(proposed[-1]) + 1 if len(proposed) else 0
-
     def _finish(self) -> None:
-        self._start_second_level()
-        if len(self._pending) > self._lag:
+        if len(self._started) > self._lag:
             self._receive()
 
     def _receive(self) -> None:
-        buffer, work = self._pending.popleft()
-        if work is not None:
-            work.wait()
-        self._marks = buffer.numpy()
+        number, share = self._started.popleft()
+        if self._table is None:
+            self._number, self._total = number, share
+            return
+        rows = self._table.read()
+        self._number = int(rows[:, 0].max())
+        # One after the other, in the order of ranks: the same bits on every kind of processor.
+        self._total = sum(rows[:, 1].contiguous().view(torch.float64).tolist())

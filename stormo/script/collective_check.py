@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import sys
 import threading
 import zlib
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from stormo.distributed.status_table import float_to_int, int_to_float
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
@@ -101,8 +101,7 @@ class CollectiveCheck:
 
     def exchange_floats(self, what: str, value: float) -> list[float]:
         """Post a float and wait for the others: their floats by rank."""
-        numbers = self.exchange(what, number=struct.unpack("<q", struct.pack("<d", value))[0])
-        return [struct.unpack("<d", struct.pack("<q", number))[0] for number in numbers]
+        return [int_to_float(number) for number in self.exchange(what, number=float_to_int(value))]
 
     def raise_on_all(self, error: SettingError) -> NoReturn:
         """Raise an error on all workers, whatever the others post next."""

@@ -70,12 +70,11 @@ class RunContext:
     def open_vote(self) -> tuple[AsyncAllReduce, LossMonitor]:
         """What the ranks agree on in every step, and the losses that travel with it."""
         # A vote is cast when a step begins and read when it ends, so a rank can be one step ahead of others. On GPUs it
-        # is read a step later: the host, which is ahead of its GPU, need not wait for the slowest host.
-        staleness = self.state.strategy.staleness
-        lag = max(0, staleness - 1, int(self.world.size > 1 and self.world.device.type == "cuda"))
-        levels = self.world.levels() if staleness != 1 else None
-        if levels is not None:
-            lag = max(lag, 1)  # a rank can be two steps ahead
+        # is read a step later: the host, which is ahead of its GPU, need not wait for the slowest host. With several
+        # nodes one more step is left for the messages between them.
+        lag = max(0, self.state.strategy.staleness - 1)
+        if self.world.size > 1 and not self.state.strategy.staleness:
+            lag = int(self.world.device.type == "cuda") + int(self.world.rank_info.num_nodes > 1)
         losses = LossMonitor(
             self.world,
             self.state.progress.trend,
@@ -84,7 +83,7 @@ class RunContext:
             patience=patience_steps(self.plan.steps_per_epoch),
             vote_lag=lag,
         )
-        return AsyncAllReduce(self.world, lag, levels), losses
+        return AsyncAllReduce(self.world, lag), losses
 
     def sync_workers(self, clock: TrainingClock, vote: AsyncAllReduce) -> int:
         """Stop the clock and bring all ranks to the same step; return a signal that was not read yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ _NUM_ROUNDS = 12
 _LAYOUTS = {"one node": [0, 0, 0, 0], "in turns": [0, 1, 0, 1], "unequal": [0, 0, 0, 1], "one each": [0, 1, 2, 3]}
 
 
-def _set_nodes(world: World, nodes: list[int]) -> None:
+def set_nodes(world: World, nodes: list[int]) -> None:
     """Pretend that the workers are on these nodes."""
     mine = [rank for rank, node in enumerate(nodes) if node == nodes[world.rank]]
     world.rank_info = dataclasses.replace(
@@ -41,19 +42,24 @@ def _values(rank: int, number: int) -> list[int]:
     return [2**32 - 1 - rank, -(2**63) + rank, number]
 
 
-def _rounds(world: World, nodes: list[int], may_share: bool) -> dict[str, Any]:
-    _set_nodes(world, nodes)
+def _rounds(world: World, nodes: list[int], may_share: bool, lag: int) -> dict[str, Any]:
+    set_nodes(world, nodes)
     names: list[str] = []
     with mock.patch.object(
         status_table, "new_table_file", side_effect=lambda: _noted(names) if may_share else _no_shared()
     ):
-        table = world.status_table()
+        table = world.status_table(lag)
     tables = []
     for number in range(_NUM_ROUNDS):
+        if lag and world.rank == number % world.size:
+            time.sleep(0.01)  # the others are ahead
         table.post(tuple(_values(world.rank, number)))
-        if world.rank == number % world.size:
+        if world.rank == number % world.size and not lag:
             while not table.is_complete():  # looked at again and again, instead of waited for
                 pass
+        if number >= lag:
+            tables.append(table.read().tolist())
+    while table.num_unread:
         tables.append(table.read().tolist())
     return {"tables": tables, "is_shared": table._shared is not None, "left": [n for n in names if path_of(n).exists()]}
 
@@ -67,14 +73,15 @@ def _no_shared() -> str:
     raise OSError("no memory is shared here")
 
 
+@pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize(
     ("layout", "may_share"),
     [("one node", True), ("in turns", True), ("unequal", True), ("one each", True), ("in turns", False)],
 )
-def test_every_worker_reads_the_numbers_of_all(run_ranks: Ranks, layout: str, may_share: bool) -> None:
+def test_every_worker_reads_the_numbers_of_all(run_ranks: Ranks, layout: str, may_share: bool, lag: int) -> None:
     nodes = _LAYOUTS[layout]
     expected = [[_values(rank, number) for rank in range(4)] for number in range(_NUM_ROUNDS)]
-    for rank, found in enumerate(run_ranks(_rounds, 4, nodes, may_share)):
+    for rank, found in enumerate(run_ranks(_rounds, 4, nodes, may_share, lag)):
         assert found["tables"] == expected
         assert found["is_shared"] is (may_share and nodes.count(nodes[rank]) > 1)
         assert found["left"] == []
@@ -168,7 +175,7 @@ def test_only_the_first_worker_of_a_node_sends(run_ranks: Ranks) -> None:
 
 
 def _senders(world: World, nodes: list[int]) -> int:
-    _set_nodes(world, nodes)
+    set_nodes(world, nodes)
     table = StatusTable(world)
     with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as sent:
         table.post((0, 0, 0))

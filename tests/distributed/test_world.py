@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from stormo.distributed.store import PeerFailedError, is_secondary
-from stormo.distributed.world import AsyncAllReduce, World, level_width
+from stormo.distributed.world import AsyncAllReduce, World
 from stormo.errors import SettingError, StormoError
 from stormo.launch import alone
+from tests.distributed.test_status_table import set_nodes
 from tests.tiny_task import listening_addresses
 
 Ranks = Callable[..., list[Any]]
@@ -226,7 +228,7 @@ def test_work_on_rank_0_needs_no_collective_and_all_raise_its_failure(
 
 
 def _vote(world: World, lag: int) -> list[int]:
-    vote = AsyncAllReduce(world, lag, world.levels(least_workers=4) if lag else None)
+    vote = AsyncAllReduce(world, lag)
     for number in (0, 7, 3)[: lag + 1]:
         vote.start(number * world.is_main)
     assert vote.drain() == (7 if lag else 0)  # what was cast is heard, and heard once
@@ -246,23 +248,33 @@ def test_all_workers_agree_on_a_signal_at_the_same_step(run_ranks: Ranks, size: 
     assert run_ranks(_vote, size, lag) == [[0] * lag + [0, 0, 0, 15, 10, 0][: 6 - lag]] * size
 
 
-def _totals(world: World) -> list[float]:
-    vote, totals = AsyncAllReduce(world, 1, world.levels(least_workers=4)), list[float]()
-    for step in range(4):
+def _totals(world: World, num_nodes: int) -> list[float]:
+    set_nodes(world, [rank % num_nodes for rank in range(world.size)])
+    vote, totals = AsyncAllReduce(world, 1), list[float]()
+    for step in range(6):
+        if world.rank == step % world.size:
+            time.sleep(0.02)  # others are ahead
         vote.start(0, 10.0**step * (1 + world.rank))
+        totals.append(vote.total())
+    return [*totals, vote.drain()]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 4])
+def test_a_sum_of_all_workers_is_read_one_step_later(run_ranks: Ranks, num_nodes: int) -> None:
+    assert run_ranks(_totals, 4, num_nodes) == [[0.0, 10.0, 100.0, 1000.0, 10_000.0, 100_000.0, 0]] * 4
+
+
+def _not_finite(world: World) -> list[float]:
+    vote, totals = AsyncAllReduce(world), list[float]()
+    for shares in ((math.inf, 1.0), (math.inf, -math.inf), (math.nan, 1.0), (1e308, 1e308)):
+        vote.start(0, shares[world.rank])
         totals.append(vote.total())
     return totals
 
 
-def test_a_sum_in_two_levels_is_that_of_all_workers_one_step_later(run_ranks: Ranks) -> None:
-    assert run_ranks(_totals, 4) == [[0.0, 10.0, 100.0, 1000.0]] * 4
-
-
-def test_the_messages_of_a_vote_grow_with_the_square_root_of_the_workers() -> None:
-    assert [level_width(size) for size in (128, 1000, 1024, 2048, 1009)] == [8, 25, 32, 32, 1]
-    for size in (1000, 2048):
-        width = level_width(size)
-        assert 2 * (width - 1) + 2 * (size // width - 1) < 5 * size**0.5  # of 2 * (size - 1) around one ring
+def test_a_sum_may_be_infinite_or_no_number(run_ranks: Ranks) -> None:
+    for totals in run_ranks(_not_finite, 2):
+        assert [str(total) for total in totals] == ["inf", "nan", "nan", "inf"]
 
 
 # --- the group --------------------------------------------------------------------------------------------------------
