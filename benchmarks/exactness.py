@@ -89,12 +89,15 @@ class Compared:
 def cases(world_sizes: Sequence[int]) -> list[Case]:
     """Every configuration, references first."""
     norm, plain = "WideResNet, synchronised batch norm", "no batch norm"
+    parts = f"{norm} of each micro-batch"
     return [
         Case(group=norm, num_workers=1, is_reference=True),
         *(Case(group=norm, num_workers=size) for size in world_sizes),
         Case(group=norm, num_workers=world_sizes[0], sync_batch_norm=False, is_control=True),
         Case(group=plain, num_workers=1, is_reference=True),
         *(Case(group=plain, num_workers=size, accumulate=2) for size in (1, *world_sizes)),
+        Case(group=parts, num_workers=1, accumulate=2, is_reference=True),
+        *(Case(group=parts, num_workers=size, accumulate=2) for size in world_sizes),
     ]
 
 

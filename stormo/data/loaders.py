@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from stormo.data.batches import Collate, collate
 from stormo.data.bookmarks import Bookmark
-from stormo.data.order import MicroBatch, epoch_draws, epoch_order, micro_batches, part, split_step
+from stormo.data.order import MicroBatch, epoch_draws, epoch_order, micro_batches, split_step
 from stormo.data.processes import DevicePrefetcher
 from stormo.data.reading import SeededDataset, SeekableStream, StreamRequest, collate_stream
 from stormo.data.tensors import TensorData
@@ -260,7 +260,10 @@ class IterableLoader(Loader):
         return self._read(epoch, spans, requests)
 
     def _request(self, span: MicroBatch, epoch_start: int) -> StreamRequest:
-        share = part(span.step_start, span.step_stop, self.share.worker, self.share.num_workers)
+        own = self.share.accumulate, self.share.worker, self.share.num_workers
+        spans = [one for one in split_step(span.step_start, span.step_stop, *own) if one.num_samples]
+        # All of the step are kept, with what is between them.
+        share = (spans[0].start, spans[-1].stop) if spans else (span.step_start, span.step_start)
         ends_epoch = span.step_stop == self.num_samples
         return StreamRequest(
             step_start=epoch_start + span.step_start,

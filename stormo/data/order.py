@@ -1,7 +1,7 @@
 """The global sample order: a pure function of (seed, epoch, position), never of the number of workers.
 
-An epoch is one permutation of the data set. A global batch is its next part, split into the workers' shares and those
-into micro-batches. The shares of a batch differ by at most one sample. Nothing is dropped or repeated.
+An epoch is one permutation of the data set. A global batch is its next part, split into micro-batches and those into
+the workers' shares. The shares of a micro-batch differ by at most one sample. Nothing is dropped or repeated.
 """
 
 from __future__ import annotations
@@ -66,11 +66,14 @@ class MicroBatch:
 
 
 def split_step(start: int, stop: int, accumulate: int, worker: int, num_workers: int) -> list[MicroBatch]:
-    """One worker's micro-batches of the global batch [start, stop)."""
-    share = part(start, stop, worker, num_workers)
+    """One worker's micro-batches of the global batch [start, stop).
+
+    Those of all workers are together the micro-batch of one: synchronised batch norm then has the same statistics.
+    """
+    wholes = [part(start, stop, index, accumulate) for index in range(accumulate)]
     return [
-        MicroBatch(*part(*share, index, accumulate), start, stop, index == 0, index == accumulate - 1)
-        for index in range(accumulate)
+        MicroBatch(*part(*whole, worker, num_workers), start, stop, index == 0, index == accumulate - 1)
+        for index, whole in enumerate(wholes)
     ]
 
 

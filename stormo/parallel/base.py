@@ -19,7 +19,7 @@ from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.config.plan.checks import check_schedule_free
 from stormo.data.loaders import Batch, Loader
-from stormo.data.order import part
+from stormo.data.order import split_step
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.launch.torch_errors import is_single_value_per_channel
@@ -350,7 +350,8 @@ class Strategy:
         if span.is_first:
             self.loss_weights.begin()
             if self.noise_scale is not None:
-                self.noise_scale.begin(span, self._noise.sigma(span.step_samples), self.clock.step)
+                sigma = self._noise.sigma(span.step_samples)
+                self.noise_scale.begin(span, self._plan.accumulate, sigma, self.clock.step)
         if is_full and self._graph is not None:
             loss = self._graph.replay(batch.data)
             if loss is not None:
@@ -420,10 +421,9 @@ class Strategy:
 
     def _is_full(self, batch: Batch) -> bool:
         # A model is compiled or captured for one shape; the short last batch runs eagerly.
-        plan = self._plan
-        share = part(0, plan.global_batch_size, self.world.data.rank, self.world.data.size)
-        start, stop = part(*share, 0, plan.accumulate)
-        return batch.span.step_samples == plan.global_batch_size and batch.span.num_samples == stop - start
+        size, data = self._plan.global_batch_size, self.world.data
+        first = split_step(0, size, self._plan.accumulate, data.rank, data.size)[0]
+        return batch.span.step_samples == size and batch.span.num_samples == first.num_samples
 
     def _is_short_step(self, batch: Batch) -> bool:
         # The short last step comes once an epoch, unless there is no other.
@@ -602,7 +602,8 @@ class Strategy:
                         on_loss(loss)
                     self._detect_sparse()
                     self._detect_counts()
-                    self.clear_gradients()
+                    if batch.span.is_last:  # DDP remembers which parameters a step has used
+                        self.clear_gradients()
                     check_learning_rates(self.optimizer, self.learning_rates)
                     if self._plan.graph and self._graph is None and self._is_full(batch):
                         # All ranks or none: each enters collectives, and then has them in its graph.
@@ -611,6 +612,7 @@ class Strategy:
                         if refusal is not None:
                             self._graph = None
                             self._refuse_graph(refusal)
+                self.clear_gradients()
         finally:
             self._is_warming_up = False
         self.noise_scale = meter if self.loss_weights.is_plain and not self._is_sparse else None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stormo.config.schema import TrainConfig
 from stormo.data.loaders import Batch
-from stormo.data.order import MicroBatch, derive_seed, part
+from stormo.data.order import MicroBatch, derive_seed, split_step
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.optim.noise import Chunk, ScaleRows, add_noise, annealed_sigma, factor_sigma, sample_factors
@@ -132,7 +132,7 @@ class NoiseScaleMeter:
         self._world = world
         self._moments = torch.zeros(NUM_MOMENTS, dtype=torch.float64, device=world.device)
         self._span: MicroBatch | None = None  # the first micro-batch of the step
-        self._sigma = 0.0
+        self._accumulate, self._sigma = 1, 0.0
         self._is_measuring = False
         self._norms: list[Tensor] = []  # of this worker's own gradient, in pieces
         self._captured: list[Tensor] = []  # the same, as a CUDA graph writes them
@@ -141,9 +141,9 @@ class NoiseScaleMeter:
         self._block: list[tuple[Tensor, Tensor, list[float]]] = []  # norms, own and whole; factors
         self._sent: tuple[Tensor, dist.Work | None] | None = None  # the block before, while it is summed
 
-    def begin(self, span: MicroBatch, sigma: float, step: int) -> None:
-        """Start a step with this micro-batch, whose factors have this standard deviation."""
-        self._span, self._sigma, self._norms = span, sigma, []
+    def begin(self, span: MicroBatch, accumulate: int, sigma: float, step: int) -> None:
+        """Start a step of so many micro-batches with this one; factors have this standard deviation."""
+        self._span, self._accumulate, self._sigma, self._norms = span, accumulate, sigma, []
         self._is_measuring = step < _DENSE_STEPS or step % _SPARSE == 0  # by the step, so that a resume changes nothing
 
     def forget(self) -> None:
@@ -217,12 +217,18 @@ class NoiseScaleMeter:
         else:
             # The mean of a worker's n samples has the weight n / total in the whole, and its squared norm is averaged
             # with the same weight: the mean of 1/n is then the number of workers with samples, over the total.
-            start, stop = part(span.step_start, span.step_stop, self._world.rank, size)
-            small, weight = total / min(total, size), total / (stop - start) if stop > start else 0.0
+            shares = [self._share(span, rank) for rank in range(size if total < size * self._accumulate else 0)]
+            own = self._share(span, self._world.rank)
+            small, weight = total / (sum(map(bool, shares)) or size), total / own if own else 0.0
         if small >= total:
             return None
         trace, square = solve(small, total, self._sigma)
         return [trace[0] * weight, trace[1] / size, square[0] * weight, square[1] / size]
+
+    def _share(self, span: MicroBatch, rank: int) -> int:
+        """The samples of a worker in the step."""
+        spans = split_step(span.step_start, span.step_stop, self._accumulate, rank, self._world.size)
+        return sum(one.num_samples for one in spans)
 
     def _send(self) -> None:
         """Start to sum the block over the workers."""

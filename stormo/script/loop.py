@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stormo.data.order import MicroBatch, part, split_step
+from stormo.data.order import MicroBatch, split_step
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.layers.sync_batch_norm import set_absent
@@ -180,8 +180,7 @@ class LoaderBase:
         """The most samples that this worker gets in one micro-batch; None where the batches come as they are."""
         if self.global_batch_size is None:
             return None
-        start, stop = part(0, self.global_batch_size, self.loop.world.rank, self.loop.world.size)
-        return -(-(stop - start) // self.accumulate)
+        return max(span.num_samples for span in self._spans(0, self.global_batch_size))
 
     @property
     def num_behind(self) -> int:

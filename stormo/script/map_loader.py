@@ -184,7 +184,7 @@ def _narrow(order: Tensor) -> Tensor:
 
 
 class MapLoader(LoaderBase):
-    """Cuts every global batch into the workers' shares, and those into micro-batches; drops and repeats nothing."""
+    """Cuts every global batch into micro-batches, and those into the workers' shares; drops and repeats nothing."""
 
     def __init__(
         self, loop: Loop, data: Any, order: SeededOrder | SamplerOrder, *, accumulate: int, seed: int, **settings: Any

@@ -108,9 +108,9 @@ def read_loss(owner: Any, returned: Any) -> tuple[Tensor, Count | None]:
 
 
 def read_count(said: str, count: Any, device: torch.device) -> Count:
-    """The number of items of a mean, or a sentence; a count on the device is not waited for."""
+    """The number of items of a mean, or a sentence; a count on a GPU is not waited for."""
     is_tensor = isinstance(count, Tensor) and not count.ndim and not count.is_complex()
-    if is_tensor and count.device == device:
+    if is_tensor and count.device == device and device.type != "cpu":
         return torch.as_tensor(count)
     if (is_tensor and count.device.type == "cpu") or isinstance(count, numbers.Real):
         number = float(count)

@@ -111,12 +111,8 @@ def _numbers(loader: IterableLoader, epoch: int, position: int = 0) -> list[int]
 
 def _rows(loaders: list[IterableLoader], epoch: int) -> Tensor:
     """All samples of an epoch in the order of the stream, put together from the workers' shares."""
-    rows: dict[int, list[Tensor]] = {}
-    for loader in loaders:
-        for batch in loader.epoch(epoch):
-            if not batch.is_padding:
-                rows.setdefault(batch.span.step_start, []).append(batch.data)
-    return torch.cat([torch.cat(rows[start]) for start in sorted(rows)])
+    batches = [batch for loader in loaders for batch in loader.epoch(epoch) if not batch.is_padding]
+    return torch.cat([batch.data for batch in sorted(batches, key=lambda batch: batch.span.start)])
 
 
 def test_a_stream_is_known_by_what_it_can_do() -> None:

@@ -73,12 +73,11 @@ def _same(first: Iterator[Batch], second: Iterator[Batch]) -> bool:
 
 
 def _rows(workers: list[Loader], epoch: int) -> dict[int, list[Tensor]]:
-    """The samples of each global batch, by its first position, in the order of workers and micro-batches."""
+    """The samples of each global batch in their order, by its first position."""
     rows: dict[int, list[Tensor]] = {}
-    for loader in workers:
-        for batch in loader.epoch(epoch):
-            if not batch.is_padding:
-                rows.setdefault(batch.span.step_start, []).append(torch.stack([t.double() for t in batch.data], dim=1))
+    batches = [batch for loader in workers for batch in loader.epoch(epoch) if not batch.is_padding]
+    for batch in sorted(batches, key=lambda batch: batch.span.start):
+        rows.setdefault(batch.span.step_start, []).append(torch.stack([t.double() for t in batch.data], dim=1))
     return rows
 
 

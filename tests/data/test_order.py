@@ -114,10 +114,16 @@ def test_global_batches_do_not_depend_on_workers_or_accumulation(
         for worker in range(workers):
             for span in micro_batches(num_samples, global_batch_size, times, worker, workers):
                 found.setdefault(span.step_start, []).extend(range(span.start, span.stop))
-        return [found[start] for start in sorted(found)]
+        return [sorted(found[start]) for start in sorted(found)]
 
-    # In the order of the workers even the order within a batch is the same.
     assert batches(num_workers, accumulate) == batches(1, 1)
+    # One after the other, the workers' micro-batches are that of one worker.
+    arguments = num_samples, global_batch_size, accumulate
+    lists = [micro_batches(*arguments, worker, num_workers) for worker in range(num_workers)]
+    for whole, *shares in zip(micro_batches(*arguments, 0, 1), *lists, strict=True):
+        assert [(one.start, one.stop) for one in shares] == [
+            part(whole.start, whole.stop, worker, num_workers) for worker in range(num_workers)
+        ]
 
 
 def test_a_run_resumes_from_any_position_with_the_same_batches() -> None:

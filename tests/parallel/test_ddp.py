@@ -232,5 +232,27 @@ def assert_both_are_trained(weights_by_rank: list[list[list[Any]]]) -> None:
     assert not [weight.shape for weight, old in zip(first, before, strict=True) if (weight == old).all()]
 
 
+class InTurns(Branches):
+    """Each micro-batch takes the other branch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        forked = cast(Forked, getattr(model, "module", model))
+        forked.place = 1 - forked.place
+        return super().loss(model, batch)
+
+
+def _trained_in_turns(world: World) -> list[bool]:
+    parts = build(world, {"num_train": 64}, task_class=InTurns, global_batch_size=16, accumulate=2, strategy="ddp")
+    parts.strategy.warm_up(parts.loader)
+    before = [weight.detach().clone() for weight in parts.strategy.weights()]
+    steps(parts, 3)
+    return [bool((weight != old).any()) for weight, old in zip(parts.strategy.weights(), before, strict=True)]
+
+
+def test_a_parameter_may_be_used_in_any_micro_batch_of_a_step(run_ranks: Ranks) -> None:
+    for has_changed in run_ranks(_trained_in_turns, 2):
+        assert all(has_changed)
+
+
 def test_workers_that_use_different_parameters_exchange_gradients_and_statistics(run_ranks: Ranks) -> None:
     assert_both_are_trained(run_ranks(trained_branches, 2))

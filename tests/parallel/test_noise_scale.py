@@ -245,7 +245,7 @@ def test_norms_of_16_bit_gradients_have_32(flags: dict[str, Any]) -> None:
     assert meter is not None
     ((own, whole, _),) = meter._block
     assert [float(own), float(whole)] == pytest.approx(expected, rel=1e-6)
-    meter.begin(first.span, 0.0, 0)
+    meter.begin(first.span, 2, 0.0, 0)
     piece = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     meter.see(piece)
     assert float(meter._norms[0]) == pytest.approx(float(piece.double().norm()), rel=1e-6)

@@ -204,7 +204,7 @@ def _schedule_later(workers: Workers) -> list[float]:
 
 def _schedule_wrapped_later(workers: Workers) -> list[float]:
     world = world_of(workers)
-    model, optimizer = world.wrap(*make())
+    model, optimizer = world.wrap(*make(has_norm=False))  # the last micro-batches have one sample
     loader = world.loader(DataLoader(data(), batch_size=12), accumulate=2)
     scheduler = world.wrap(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * loader.num_steps))
     with pytest.raises(SettingError, match="for the second time"):

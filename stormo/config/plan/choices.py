@@ -108,7 +108,7 @@ def choose_autotune(config: TrainConfig, layout: Layout, seconds: float | None) 
         obstacle = "--deterministic takes the same algorithms in every run"
     if not obstacle or asked is False:
         return pays_off(asked, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
-    if asked and "autotune" in config.given:  # that of a resumed run has no effect
+    if asked and "autotune" in config.given:
         raise SettingError("--autotune was set", obstacle, "set --no-autotune")
     return False, obstacle
 
@@ -163,7 +163,7 @@ def choose_graph(
     found = next(((why, instead) for holds, why, instead in obstacles if holds), None)
     if found is None:
         return True, "a step is replayed without Python" if asked is None else "as set"
-    if asked:
+    if asked and "graph" in config.given:  # that of a resumed run or a task's defaults has no effect
         raise SettingError("--graph was set", *found)
     return False, found[0]
 
