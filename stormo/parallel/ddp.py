@@ -19,6 +19,7 @@ from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch.torch_errors import unreduced_parameters
+from stormo.layers.sync_batch_norm import Reduce, SynchronisedNorm
 from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
@@ -93,6 +94,31 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
     }
 
 
+def require_same_norms(world: World, model: nn.Module) -> None:
+    """Let synchronised batch norms sum only where all workers are at the same one; their sums are matched by order."""
+    norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
+    names, table = [name for name, _ in norms], world.status_table()
+
+    def checked(number: int, reduce: Reduce) -> Reduce:
+        def checked_sum(vector: Tensor) -> None:
+            table.post((number, 0, 0))
+            numbers = table.read()[:, 0].tolist()
+            other = next((rank for rank, one in enumerate(numbers) if one != numbers[0]), None)
+            if other is not None:
+                raise SettingError(
+                    "--sync-batch-norm was set",
+                    f"rank 0 is at the batch norm {names[numbers[0]]} and rank {other} at {names[numbers[other]]}",
+                    "let every batch use the same batch norms, or set --no-sync-batch-norm",
+                )
+            reduce(vector)
+
+        return checked_sum
+
+    for number, (_, layer) in enumerate(norms):
+        if layer.reduce is not None:
+            layer.reduce = checked(number, layer.reduce)
+
+
 class Replicated(Strategy):
     """What strategies share that may average gradients by torch's DistributedDataParallel."""
 
@@ -103,6 +129,13 @@ class Replicated(Strategy):
         if plan.graph and world.size > 1:
             leave_default_stream(world.device)
         super().__init__(world, plan, task, settings)
+
+    def _convert_batch_norms(self, model: nn.Module) -> nn.Module:
+        model = super()._convert_batch_norms(model)
+        is_synchronised = self._settings.speed.sync_batch_norm and self.world.data.size == self.world.size > 1
+        if self.task.find_unused and is_synchronised:
+            require_same_norms(self.world, model)
+        return model
 
     def _replicate(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
         """Let DDP average the gradients of a model."""

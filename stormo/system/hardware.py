@@ -102,7 +102,8 @@ def why_no_gpu() -> str:
     """What keeps GPUs from being visible, to end a sentence with; empty where that is not known."""
     unused = _ask_nvml(lambda nvml: [f"GPU {gpu.index} ({gpu.name})" for gpu in nvml.empty_mig_gpus()])
     if not unused:
-        return ""
+        names = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return "" if names is None else f" with CUDA_VISIBLE_DEVICES={names!r}"
     mode = "is in MIG mode and has no slice" if len(unused) == 1 else "are in MIG mode and have no slices"
     return f": {', '.join(unused)} {mode}; stormo doctor --slices tells how to cut or undo it"
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stormo.config.link import Link
 from stormo.data.loaders import Batch
 from stormo.distributed.world import World
+from stormo.errors import SettingError
 from stormo.parallel import base, fsdp
 from stormo.parallel.base import Strategy
 from stormo.parallel.ddp import DataParallel, Ddp
@@ -230,6 +231,29 @@ def assert_both_are_trained(weights_by_rank: list[list[list[Any]]]) -> None:
     for _, weights in others:
         assert all((one == other).all() for one, other in zip(weights, first, strict=True))
     assert not [weight.shape for weight, old in zip(first, before, strict=True) if (weight == old).all()]
+
+
+class NormedBranches(Branches):
+    """Each branch has a batch norm of its own."""
+
+    def model(self) -> nn.Module:
+        made = Forked(8)
+        made.branches = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))
+        return made
+
+
+def _different_norms(world: World) -> str:
+    flags = {"sync_batch_norm": True, "strategy": "ddp", "global_batch_size": 16}
+    parts = build(world, {"num_train": 64}, task_class=NormedBranches, **flags)
+    cast(Forked, parts.strategy.module).place = world.rank
+    with pytest.raises(SettingError) as refused:
+        parts.strategy.warm_up(parts.loader)
+    return refused.value.why
+
+
+def test_workers_at_different_batch_norms_are_refused(run_ranks: Ranks) -> None:
+    said = "rank 0 is at the batch norm branches.0.1 and rank 1 at branches.1.1"
+    assert run_ranks(_different_norms, 2) == [said] * 2
 
 
 class InTurns(Branches):
