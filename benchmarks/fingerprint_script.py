@@ -51,7 +51,8 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
 world.wrap(model, optimizer, scheduler, sync_batch_norm=not options.own_norm, compress=options.compress)
 given: dict[str, tuple[Any, dict[str, Any]]] = {
     "loader": (DataLoader(points, batch_size=14, shuffle=True), {}),
-    "set": (points, {"global_batch_size": 14, "shuffle": True}),
+    # Two samples at least in the last micro-batches, for batch norm.
+    "set": (points, {"global_batch_size": 14 if options.accumulate == 1 else 13, "shuffle": True}),
     "stream": (DataLoader(Stream(), batch_size=14), {}),
     "sharded": (Stream(world.rank, world.size), {"batch_size": 6, "sharded": True}),
 }
