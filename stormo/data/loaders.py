@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ class IterableLoader(Loader):
         """The first full batch and one as short as the last, cut from the first: the last is at the stream's end."""
         spans = self._first_and_last_spans()
         first = self._request(spans[0], 0)
-        rows = sorted({0, *range(*first.share)})
+        rows = sorted({0, *chain(*first.share)})
         requests = []
         for span in spans:
             start, stop = span.padded
@@ -232,7 +233,7 @@ class IterableLoader(Loader):
     def start(self, num_samples: int) -> Any:
         """The first samples of the stream as one batch, on every worker the same ones."""
         stop = min(num_samples, self.num_samples)
-        request = StreamRequest(0, stop, share=(0, stop), rows=range(stop), is_first=True, ends_epoch=False)
+        request = StreamRequest(0, stop, share=(range(stop),), rows=range(stop), is_first=True, ends_epoch=False)
         ((batch, _, _),) = (data for data, _ in self._prefetcher.batches([request], split_step(0, stop, 1, 0, 1)))
         return batch
 
@@ -261,15 +262,14 @@ class IterableLoader(Loader):
 
     def _request(self, span: MicroBatch, epoch_start: int) -> StreamRequest:
         own = self.share.accumulate, self.share.worker, self.share.num_workers
-        spans = [one for one in split_step(span.step_start, span.step_stop, *own) if one.num_samples]
-        # All of the step are kept, with what is between them.
-        share = (spans[0].start, spans[-1].stop) if spans else (span.step_start, span.step_start)
+        spans = split_step(span.step_start, span.step_stop, *own)
+        share = tuple(range(epoch_start + one.start, epoch_start + one.stop) for one in spans if one.num_samples)
         ends_epoch = span.step_stop == self.num_samples
         return StreamRequest(
             step_start=epoch_start + span.step_start,
             # Every worker sees the end of the stream; before that it reads no further than it must.
-            read_to=epoch_start + (span.step_stop if ends_epoch else max(share[1], span.step_start + 1)),
-            share=(epoch_start + share[0], epoch_start + share[1]),
+            read_to=epoch_start + (span.step_stop if ends_epoch else max(spans[-1].stop, span.step_start + 1)),
+            share=share,
             rows=range(*(epoch_start + position for position in span.padded)),
             is_first=span.is_first,
             ends_epoch=ends_epoch,

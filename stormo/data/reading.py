@@ -128,7 +128,7 @@ class StreamRequest:
 
     step_start: int  # of the global batch
     read_to: int
-    share: tuple[int, int]  # kept for all micro-batches of the step
+    share: tuple[range, ...]  # kept for all micro-batches of the step
     rows: Sequence[int]
     is_first: bool  # of its step
     ends_epoch: bool
@@ -185,12 +185,12 @@ class SeekableStream(PickleByValue, Dataset[Any]):
         if self._position >= self._checked_to and time.monotonic() - self._marked_s >= SECONDS_BETWEEN_BOOKMARKS:
             self._bookmark, self._marked_s = Bookmark.make(self._current, self._position, self._round), time.monotonic()
         self._kept = {}
-        start, stop = request.share
         while self._position < request.read_to:
             position, sample = self._position, self._next()
             if self._bookmark is not None and len(self._bookmark.digests) < NUM_CHECKED:
                 self._bookmark.digests.append(digest(sample))
-            if position == request.step_start or start <= position < stop:  # the first one serves as padding
+            # The first one serves as padding.
+            if position == request.step_start or any(position in own for own in request.share):
                 self._kept[position] = sample
         if request.ends_epoch and not self._repeat:
             self._require_end()

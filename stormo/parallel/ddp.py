@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -94,20 +95,25 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
     }
 
 
-def require_same_norms(world: World, model: nn.Module) -> None:
-    """Let synchronised batch norms sum only where all workers are at the same one; their sums are matched by order."""
+def require_same_norms(world: World, model: nn.Module, num_micro_batches: Callable[[], int]) -> None:
+    """Let synchronised batch norms sum only where all workers are at the same one; their sums are matched by order.
+
+    In the same micro-batch too, by the number of those so far, and all in forward or all in backward.
+    """
     norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
     names, table = [name for name, _ in norms], world.status_table()
 
     def checked(number: int, reduce: Reduce) -> Reduce:
         def checked_sum(vector: Tensor) -> None:
-            table.post((number, 0, 0))
-            numbers = table.read()[:, 0].tolist()
-            other = next((rank for rank, one in enumerate(numbers) if one != numbers[0]), None)
+            table.post((number, vector.numel(), num_micro_batches()))  # which differs between forward and backward
+            places = table.read().tolist()
+            other = next((rank for rank, one in enumerate(places) if one != places[0]), None)
             if other is not None:
+                first, second = names[places[0][0]], names[places[other][0]]
+                what = f"at the batch norm {first} and rank {other} at {second}"
                 raise SettingError(
                     "--sync-batch-norm was set",
-                    f"rank 0 is at the batch norm {names[numbers[0]]} and rank {other} at {names[numbers[other]]}",
+                    f"rank 0 is {what}" + " in another micro-batch or direction" * (first == second),
                     "let every batch use the same batch norms, or set --no-sync-batch-norm",
                 )
             reduce(vector)
@@ -124,6 +130,7 @@ class Replicated(Strategy):
 
     _replica: DistributedDataParallel | None = None  # set by `_replicate`
     _is_exchanging = False  # whether this micro-batch is the last of its step
+    _num_micro_batches = 0
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         if plan.graph and world.size > 1:
@@ -134,7 +141,7 @@ class Replicated(Strategy):
         model = super()._convert_batch_norms(model)
         is_synchronised = self._settings.speed.sync_batch_norm and self.world.data.size == self.world.size > 1
         if self.task.find_unused and is_synchronised:
-            require_same_norms(self.world, model)
+            require_same_norms(self.world, model, lambda: self._num_micro_batches)
         return model
 
     def _replicate(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -156,6 +163,7 @@ class Replicated(Strategy):
 
     def micro_step(self, batch: Batch) -> Tensor:
         """As on one device; names the parameters without a gradient, for which DDP raises an error a forward later."""
+        self._num_micro_batches += 1
         try:
             return super().micro_step(batch)
         except RuntimeError as error:

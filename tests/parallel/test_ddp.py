@@ -251,6 +251,35 @@ def _different_norms(world: World) -> str:
     return refused.value.why
 
 
+class Sometimes(NormedBranches):
+    """The common end has no batch norm, and the first branch no layer."""
+
+    def model(self) -> nn.Module:
+        made = cast(Forked, super().model())
+        made.end = nn.Sequential(nn.Linear(8, 3))
+        made.branches[0] = nn.Identity()
+        return made
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        forked = cast(Forked, getattr(model, "module", model))
+        forked.place = 1 - forked.place
+        return super().loss(model, batch)
+
+
+def _different_micro_batches(world: World) -> str:
+    flags = {"sync_batch_norm": True, "strategy": "ddp", "global_batch_size": 16, "accumulate": 2}
+    parts = build(world, {"num_train": 64}, task_class=Sometimes, **flags)
+    cast(Forked, parts.strategy.module).place = world.rank
+    with pytest.raises(SettingError) as refused:
+        list(map(parts.strategy.micro_step, parts.loader.epoch(1)))
+    return refused.value.why
+
+
+def test_workers_at_a_batch_norm_in_different_micro_batches_are_refused(run_ranks: Ranks) -> None:
+    said = "rank 0 is at the batch norm branches.1.1 and rank 1 at branches.1.1 in another micro-batch or direction"
+    assert run_ranks(_different_micro_batches, 2) == [said] * 2
+
+
 def test_workers_at_different_batch_norms_are_refused(run_ranks: Ranks) -> None:
     said = "rank 0 is at the batch norm branches.0.1 and rank 1 at branches.1.1"
     assert run_ranks(_different_norms, 2) == [said] * 2
