@@ -261,8 +261,9 @@ class IterableLoader(Loader):
         return self._read(epoch, spans, requests)
 
     def _request(self, span: MicroBatch, epoch_start: int) -> StreamRequest:
+        # The first micro-batch of a step reads for all of them.
         own = self.share.accumulate, self.share.worker, self.share.num_workers
-        spans = split_step(span.step_start, span.step_stop, *own)
+        spans = split_step(span.step_start, span.step_stop, *own) if span.is_first else [span]
         share = tuple(range(epoch_start + one.start, epoch_start + one.stop) for one in spans if one.num_samples)
         ends_epoch = span.step_stop == self.num_samples
         return StreamRequest(

@@ -19,7 +19,7 @@ from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.config.plan.checks import check_schedule_free
 from stormo.data.loaders import Batch, Loader
-from stormo.data.order import split_step
+from stormo.data.order import part
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.launch.torch_errors import is_single_value_per_channel
@@ -422,8 +422,8 @@ class Strategy:
     def _is_full(self, batch: Batch) -> bool:
         # A model is compiled or captured for one shape; the short last batch runs eagerly.
         size, data = self._plan.global_batch_size, self.world.data
-        first = split_step(0, size, self._plan.accumulate, data.rank, data.size)[0]
-        return batch.span.step_samples == size and batch.span.num_samples == first.num_samples
+        start, stop = part(*part(0, size, 0, self._plan.accumulate), data.rank, data.size)  # of its first micro-batch
+        return batch.span.step_samples == size and batch.span.num_samples == stop - start
 
     def _is_short_step(self, batch: Batch) -> bool:
         # The short last step comes once an epoch, unless there is no other.

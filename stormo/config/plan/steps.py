@@ -43,7 +43,7 @@ class Stage:
     first_step: int = 0  # steps of all stages before it
 
     def share(self, num_workers: int) -> int:
-        """The most samples of one worker in a step."""
+        """The samples of a step over the number of workers, rounded up."""
         return math.ceil(min(self.global_batch_size, self.num_train) / num_workers)
 
     @property
