@@ -33,6 +33,7 @@ from stormo.launch.rank_info import host_name
 from stormo.launch.rendezvous import Rendezvous, StoppedError, join_nodes
 from stormo.launch.root_cause import FailureCollector, FailureEvent, MissingRank, Severity, severity_of
 from stormo.launch.worker_group import AgentTimeouts, Worker, WorkerGroup
+from stormo.system.process import is_stopped
 from stormo.system.signals import SignalQueue, stopping_text
 
 _SEND_TIMEOUT_S = 1.0
@@ -282,7 +283,7 @@ class Agent:
             self._add(worker.failure)
 
     def _check_heartbeats(self) -> None:
-        """Warn of a worker without a heartbeat, and add one that is silent beyond the timeout."""
+        """Warn of a worker without a heartbeat, and add one that stays stopped, or silent beyond the timeout."""
         now = time.monotonic()
         for worker in self._workers:
             if not worker.running or worker.has_left or worker.failure is not None:
@@ -294,9 +295,14 @@ class Agent:
                 continue
             if worker.heard_at is None and self._timeouts.runs_script:
                 continue
+            if not is_stopped(worker.pid) or self._node.world_size == 1:
+                worker.stopped_since = None
+            elif worker.stopped_since is None:
+                worker.stopped_since = now
+            is_held = worker.stopped_since is not None and now - worker.stopped_since > self._timeouts.stopped_s
             who = f"rank {worker.rank} (pid {worker.pid})"
             what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
-            if silent_s > limit_s:
+            if silent_s > limit_s or is_held:
                 worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
                 self._add(worker.failure)
             elif worker.heard_at is not None and worker.silent_since is None:  # before, it still loads its libraries

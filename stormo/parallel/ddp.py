@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,9 +26,12 @@ from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
 from stormo.parallel.cuda_graph import leave_default_stream
-from stormo.parallel.gradient_noise import NoiseScaleMeter
+from stormo.parallel.exposed import queue_callback
+from stormo.parallel.gradient_noise import NoiseScaleMeter, begin_sum
 from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
+
+Average = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
 # Buffers start as rank 0's and are averaged before validation, not overwritten in every forward. Before torch 2.13 one
 # switch does both, so it is turned off after the replica is built.
@@ -68,6 +72,10 @@ def _replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return made
 
 
+def _mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return begin_sum(bucket.buffer().div_(dist.get_world_size(group)), group=group)
+
+
 def align_strides(model: nn.Module) -> None:
     """Let gradients have the strides of their parameters also along sides of length 1, where any stride is right.
 
@@ -95,34 +103,67 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
     }
 
 
-def require_same_norms(world: World, model: nn.Module, num_micro_batches: Callable[[], int]) -> None:
-    """Let synchronised batch norms sum only where all workers are at the same one; their sums are matched by order.
+class NormOrder:
+    """Refuses synchronised batch norms of workers at different ones: sums are matched by order, not by name."""
 
-    In the same micro-batch too, by the number of those so far, and all in forward or all in backward.
+    def __init__(self, world: World, model: nn.Module) -> None:
+        """All workers call it."""
+        norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
+        self._names = [*(f"the batch norm {name}" for name, _ in norms), "the end of its micro-batch"]
+        self._table = world.status_table()
+        for number, (_, layer) in enumerate(norms):
+            if layer.reduce is not None:
+                layer.reduce = partial(self._sum, number, layer.reduce)
+
+    def _sum(self, number: int, reduce: Reduce, vector: Tensor) -> None:
+        self._compare(number, vector.numel())  # more values in forward than in backward
+        reduce(vector)
+
+    def end_micro_batch(self) -> None:
+        """Wait for the others to come here too. All workers call it."""
+        self._compare(len(self._names) - 1, 0)
+
+    def _compare(self, number: int, size: int) -> None:
+        self._table.post((number, size, 0))
+        places = self._table.read().tolist()
+        other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+        if other is not None:
+            first, second = self._names[places[0][0]], self._names[places[other][0]]
+            direction = " in the other direction" * (first == second)
+            raise SettingError(
+                "--sync-batch-norm was set",
+                f"rank 0 is at {first} and rank {other} at {second}{direction}",
+                "let every batch use the same batch norms, or set --no-sync-batch-norm",
+            )
+
+
+class AfterBackward:
+    """Starts the exchange of all buckets once backward has computed the last gradient.
+
+    DDP sends the bucket of unused parameters before the sums of batch norms in backward, and that of used ones after
+    them. Where workers use different parameters, two communicators of NCCL would be used in different orders: each
+    worker holds its GPU for a message that another one starts later, and none continues.
     """
-    norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
-    names, table = [name for name, _ in norms], world.status_table()
 
-    def checked(number: int, reduce: Reduce) -> Reduce:
-        def checked_sum(vector: Tensor) -> None:
-            table.post((number, vector.numel(), num_micro_batches()))  # which differs between forward and backward
-            places = table.read().tolist()
-            other = next((rank for rank, one in enumerate(places) if one != places[0]), None)
-            if other is not None:
-                first, second = names[places[0][0]], names[places[other][0]]
-                what = f"at the batch norm {first} and rank {other} at {second}"
-                raise SettingError(
-                    "--sync-batch-norm was set",
-                    f"rank 0 is {what}" + " in another micro-batch or direction" * (first == second),
-                    "let every batch use the same batch norms, or set --no-sync-batch-norm",
-                )
-            reduce(vector)
+    def __init__(self, average: Average, device: torch.device) -> None:
+        self._average = average
+        self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
+        self._held: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []
 
-        return checked_sum
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average a bucket later."""
+        if bucket.index() == 0:
+            self._held = []  # of a backward that failed
+            queue_callback(self._start)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
+        self._held.append((bucket, future))
+        return future
 
-    for number, (_, layer) in enumerate(norms):
-        if layer.reduce is not None:
-            layer.reduce = checked(number, layer.reduce)
+    def _start(self) -> None:
+        started = [(future, self._average(bucket)) for bucket, future in self._held]
+        self._held = []
+        for future, average in started:
+            future.set_result(average.wait())
 
 
 class Replicated(Strategy):
@@ -130,7 +171,7 @@ class Replicated(Strategy):
 
     _replica: DistributedDataParallel | None = None  # set by `_replicate`
     _is_exchanging = False  # whether this micro-batch is the last of its step
-    _num_micro_batches = 0
+    _norm_order: NormOrder | None = None
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         if plan.graph and world.size > 1:
@@ -141,11 +182,13 @@ class Replicated(Strategy):
         model = super()._convert_batch_norms(model)
         is_synchronised = self._settings.speed.sync_batch_norm and self.world.data.size == self.world.size > 1
         if self.task.find_unused and is_synchronised:
-            require_same_norms(self.world, model, lambda: self._num_micro_batches)
+            self._norm_order = NormOrder(self.world, model)
         return model
 
-    def _replicate(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
-        """Let DDP average the gradients of a model."""
+    def _replicate(
+        self, model: nn.Module, average: Average | None = None, group: dist.ProcessGroup | None = None, **options: Any
+    ) -> DistributedDataParallel:
+        """Let DDP average the gradients of a model; `average`: of a bucket, by another way than DDP's own."""
         align_strides(model)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._replica = replica(
@@ -153,9 +196,20 @@ class Replicated(Strategy):
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=self.task.find_unused,
+            process_group=group,
             **options,
         )
+        if self._exchanges_after_backward():
+            average = AfterBackward(average or partial(_mean, group), self.world.device)
+        if average is not None:
+            # A lambda, because torch evaluates the annotations of a hook, which are strings here.
+            self._replica.register_comm_hook(average, lambda average, bucket: average(bucket))
         return self._replica
+
+    def _exchanges_after_backward(self) -> bool:
+        """Whether gradients and statistics of batch norms must not be sent at the same time."""
+        is_synchronised = self._settings.speed.sync_batch_norm and self.task.find_unused
+        return bool(is_synchronised and self._plan.layout.backend == "nccl")
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         self._is_exchanging = is_last
@@ -163,9 +217,8 @@ class Replicated(Strategy):
 
     def micro_step(self, batch: Batch) -> Tensor:
         """As on one device; names the parameters without a gradient, for which DDP raises an error a forward later."""
-        self._num_micro_batches += 1
         try:
-            return super().micro_step(batch)
+            loss = super().micro_step(batch)
         except RuntimeError as error:
             numbers = unreduced_parameters(error)
             if numbers is None:
@@ -173,6 +226,9 @@ class Replicated(Strategy):
             trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
             names = [trained[number] for number in numbers if number < len(trained)]
             raise unused_parameters(self.task, names or trained, _LATER) from error
+        if self._norm_order is not None:
+            self._norm_order.end_micro_batch()
+        return loss
 
     def _backward(self, loss: Tensor) -> None:
         is_exchanging = self._replica is not None and self._is_exchanging and not self._is_trying
@@ -207,15 +263,15 @@ class Ddp(Replicated):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.world.size == 1:
             return model
-        made = self._replicate(model, bucket_cap_mb=None if self.world.link is None else self.world.link.bucket_mb)
-        # A lambda, because torch evaluates the annotations of a hook, which are strings here.
+        average: Average | None = None
         if self._settings.workers.compress != "none":
             self._compression = Compression(self.world, self._method(model), self.noise_scale)
-            made.register_comm_hook(self._compression, lambda exchange, bucket: exchange.average(bucket))
+            average = self._compression.average
         elif self.noise_scale is not None:
             self._hook_meter = self.noise_scale
-            made.register_comm_hook(self.noise_scale, lambda meter, bucket: meter.average(bucket))
-        return made
+            average = self.noise_scale.average
+        bucket_mb = None if self.world.link is None else self.world.link.bucket_mb
+        return self._replicate(model, average, bucket_cap_mb=bucket_mb)
 
     def _method(self, model: nn.Module) -> HalfPrecision | PowerSgd:
         """The compression method."""

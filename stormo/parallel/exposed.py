@@ -80,10 +80,10 @@ class ExposedWait:
 
     def _queue(self, gradient: Tensor) -> None:
         # Callbacks run in order after all gradients are computed; DDP adds its own later, with its last bucket.
-        _queue_callback(self._gradients_computed)
+        queue_callback(self._gradients_computed)
 
     def _gradients_computed(self) -> None:
-        _queue_callback(self.end)  # after DDP's
+        queue_callback(self.end)  # after DDP's
         self.begin()
 
     def watch_shards(self, model: nn.Module) -> None:
@@ -114,7 +114,7 @@ def _parameter_groups(module: Any) -> list[Any]:
     return list(several) if several is not None else [group for group in [state._fsdp_param_group] if group]
 
 
-def _queue_callback(function: Callable[[], None]) -> None:
+def queue_callback(function: Callable[[], None]) -> None:
     """Call a function at the end of this backward. torch has no public call for it."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 

@@ -105,7 +105,7 @@ class Sharded(Replicated):
             return model
         if self._plan.layout.spec.cuts_classifier:  # these are sharded, not replicated
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self._shard_specs))
-        return self._replicate(model, process_group=group.group)
+        return self._replicate(model, group=group.group)
 
     def _watch_waits(self) -> None:
         """Count the time in which this worker waits for others."""

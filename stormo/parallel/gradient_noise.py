@@ -274,9 +274,11 @@ class NoiseScaleMeter:
         self._moments = torch.tensor(state, dtype=torch.float64, device=self._world.device)
 
 
-def begin_sum(buffer: Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future[Tensor]:
+def begin_sum(
+    buffer: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> torch.futures.Future[Tensor]:
     """Start to sum, or average, a bucket of DDP over the workers, in place."""
-    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, op, async_op=True).get_future()
+    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, op, group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
 

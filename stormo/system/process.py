@@ -59,6 +59,11 @@ def process_state(pid: int) -> str:
     return _STATES.get(fields[0], f"its state is {fields[0]}") if fields else "its state is unknown"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP or the like has stopped a process; a debugger does not count."""
+    return process_stat(pid)[:1] == ["T"]
+
+
 def fatal_signal(pid: int) -> int | None:
     """The signal that ended a process, which may not be a zombie yet; None where none did, or it was reaped."""
     deadline = time.monotonic() + _ENDS_WITHIN_S

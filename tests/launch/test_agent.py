@@ -338,6 +338,33 @@ def test_a_worker_silent_beyond_the_timeout_ends_the_job(start_agent: StartAgent
     assert "has sent no sign of life for 3 s: it is stopped (SIGSTOP?)" in first_line(job)
 
 
+def test_a_worker_that_stays_stopped_ends_the_job_long_before_the_timeout(start_agent: StartAgent) -> None:
+    job = start_agent({"*": STOP_WITH_75}, timeouts={"silent_warning_s": 1.0, "stopped_s": 1.0})
+    job.wait_until_ready(2)
+    pid = job.worker_pid(1)
+    os.kill(pid, signal.SIGSTOP)
+    assert job.wait() == 1
+    warning, cause, *_ = job.err.splitlines()
+    assert warning.startswith(f"stormo: rank 1 (pid {pid}) has sent no sign of life for 1 s: it is stopped (SIGSTOP?)")
+    assert cause.startswith(f"stormo: rank 1 (pid {pid}) on host ")
+    assert cause.endswith(" has sent no sign of life for 2 s: it is stopped (SIGSTOP?)")
+
+
+def test_a_job_of_one_worker_may_be_stopped_for_a_while(start_agent: StartAgent) -> None:
+    job = start_agent(
+        {"*": STOP_WITH_75}, node={"num_workers": 1}, timeouts={"silent_warning_s": 0.5, "stopped_s": 0.5}
+    )
+    job.wait_until_ready(1)
+    pid = job.worker_pid(0)
+    os.kill(pid, signal.SIGSTOP)
+    job.wait_for(lambda job: "no sign of life" in job.err)
+    time.sleep(2.0)
+    os.kill(pid, signal.SIGCONT)
+    job.wait_for(lambda job: "is back after" in job.err)
+    job.process.terminate()
+    assert job.wait() == 75
+
+
 def test_no_worker_outlives_a_killed_agent(start_agent: StartAgent) -> None:
     # Rank 1 runs no other thread, which could notice it.
     job = start_agent({"0": [["out", "ready"], ["sleep", 60]], "1": [["out", "ready"], ["hold the interpreter", 60]]})

@@ -62,11 +62,15 @@ def test_two_nodes_run_one_job_whose_ranks_meet_on_a_port_already_bound(start_no
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_exception_on_one_node_ends_the_other_with_the_same_first_line(start_node: Start, failing: int) -> None:
-    scenario = {str(failing): [["out", "ready"], ["sleep", 0.5], ["raise", "boom"]], "*": FOREVER}
+def test_an_exception_on_one_node_ends_the_other_with_the_same_first_line(
+    start_node: Start, failing: int, tmp_path: Path
+) -> None:
+    both_ready = tmp_path / "both-ready"
+    scenario = {str(failing): [["out", "ready"], ["wait for", str(both_ready)], ["raise", "boom"]], "*": FOREVER}
     jobs = [start_node(node_id, scenario) for node_id in (0, 1)]
     for job in jobs:
         job.wait_until_ready(1)
+    both_ready.touch()
     assert [job.wait() for job in jobs] == [1, 1]
     first_lines = [job.err.splitlines()[0] for job in jobs]
     assert first_lines[0] == first_lines[1]

@@ -144,11 +144,27 @@ def test_a_script_that_fails_leaves_no_copy(place: Path) -> None:
     assert list((place / "local").iterdir()) == []
 
 
+COPY_FAILS = """
+import time
+from pathlib import Path
+
+import stormo
+
+world = stormo.World()
+try:
+    world.stage("missing", "local")
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+    if world.rank:
+        Path("told").touch()
+    while not Path("told").exists():  # the end of a rank ends the other
+        time.sleep(0.05)
+    raise
+"""
+
+
 def test_a_copy_that_fails_on_a_node_is_raised_on_all_its_workers(place: Path) -> None:
-    (place / "loop.py").write_text(
-        "import stormo\nworld = stormo.World()\ntry:\n    world.stage('missing', 'local')\n"
-        "except Exception as error:\n    print(type(error).__name__, error)\n    raise\n"
-    )
+    (place / "loop.py").write_text(COPY_FAILS)
     done = train(place, "loop.py")
     assert done.returncode != 0
     assert "missing cannot be read there (No such file or directory); fix that" in done.stderr
