@@ -259,12 +259,12 @@ class Agent:
         elif -code in self.forwarded:
             self._add(of_stop(-code, rank=rank, host=host))
         elif code < 0:
-            complaint = self._watchdog_complaint(worker) if code == -signal.SIGABRT else None
-            self._add(complaint or of_signal(-code, rank=rank, host=host), severity_of(code))
+            by_watchdog = self._ended_by_watchdog(worker) if code == -signal.SIGABRT else None
+            self._add(by_watchdog or of_signal(-code, rank=rank, host=host), severity_of(code))
         else:
             self._add(of_exit(code, rank=rank, host=host, keeps_code=self._timeouts.runs_script))
 
-    def _watchdog_complaint(self, worker: Worker) -> Failure | None:
+    def _ended_by_watchdog(self, worker: Worker) -> Failure | None:
         read_rest(worker.streams, self._workers.read_output)
         worker.failure = of_watchdog(self._log.last_lines(worker.rank), rank=worker.rank, host=self._host)
         return worker.failure

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
-from stormo.launch.torch_errors import PeerLoss, first_line, loss_in, peer_loss, without_frames
+from stormo.launch.torch_errors import PeerLoss, first_line, loss_in, peer_loss, watchdog_error, without_frames
 from stormo.system import files
 
 MAX_DETAILS_CHARACTERS = 24_000
@@ -126,17 +126,19 @@ def of_signal(number: int, *, rank: int, host: str) -> Failure:
 
 
 def of_watchdog(lines: str, *, rank: int, host: str) -> Failure | None:
-    """The complaint of a rank that NCCL's watchdog ended since it misses another one; None if it did not."""
-    loss = loss_in(lines)
-    if loss is None:
+    """Why NCCL's watchdog ended a rank: an error, or another rank that it misses; None if it did not end it."""
+    if (loss := loss_in(lines)) is None:
+        why = watchdog_error(lines)
+    else:
+        why = "it lost another worker" if loss.waited_s is None else f"it waited {loss.waited_s:g} s for another worker"
+    if why is None:
         return None
-    what = "lost another worker" if loss.waited_s is None else f"waited {loss.waited_s:g} s for another worker"
     return Failure(
         kind="exception",
         who=f"rank {rank}",
         host=host,
-        what=f"was ended by NCCL's watchdog: it {what}",
-        secondary=True,
+        what=f"was ended by NCCL's watchdog: {why}",
+        secondary=loss is not None,
         rank=rank,
         loss=loss,
     )

@@ -30,7 +30,7 @@ _LAST_WORDS = re.compile(
     rb"""(?m)^(?:\[rank \d+\] )?(?:(?:  \+ Exception Group )?Traceback \(most|  File "|(?i:usage): .*\[)"""
 )
 _LAST_WORDS_HOLD_S = 5.0
-_TRACE_HOLD_S = 5.0  # for another node to report the cause of a trace
+_TRACE_HOLD_S = 10.0  # for another node to report its cause, or for NCCL's watchdog to end the process: after 6 s
 
 
 class LineBuffer:

@@ -52,7 +52,8 @@ SYNCHRONIZES = "synchronizing CUDA operation"  # in the warning of torch.cuda.se
 _NATIVE = re.compile(rb"ProcessGroupNCCL|terminate called |  what\(\):  |Exception raised from |frame #\d+: ")
 _FRAMES = re.compile(r"^(?:\[rank \d+\] )?(?:Exception raised from .*|frame #\d+: .*)\n?", re.MULTILINE)
 _NCCL_PLACE = re.compile(r"(NCCL error) in: \S+\.cpp:\d+,")
-_NCCL_REASON = re.compile(r"Last error:\s*(\S.*)")
+_NCCL_REASON = re.compile(r"Last error:\s*(?:\[rank \d+\] )?(\S.*)")
+_WATCHDOG_ERROR = re.compile(r"(?:the following async|thread terminated with) exception: (?=NCCL error)")
 _OUT_OF_MEMORY = (
     "out of memory",
     "STATUS_ALLOC_FAILED",
@@ -92,6 +93,12 @@ def loss_in(text: str) -> PeerLoss | None:
             waited_s = int(found[1]) * unit_s
             return PeerLoss(waited_s=waited_s if waited_s < 1 else round(waited_s, 1), at=_collective(text))
     return PeerLoss() if any(pattern.search(text) for pattern in _GONE) else None
+
+
+def watchdog_error(text: str) -> str | None:
+    """The error of NCCL for which its watchdog ended a process, by what that wrote; None where there is none."""
+    found = _WATCHDOG_ERROR.search(text)
+    return None if found is None else first_line(text[found.end() :])
 
 
 def _collective(text: str) -> str:

@@ -125,6 +125,19 @@ def test_a_killed_rank_is_named_and_not_those_that_the_watchdog_of_nccl_ends(
     assert "watchdog" not in job.err
 
 
+def test_an_error_for_which_nccl_ends_a_rank_is_shown_without_its_trace(
+    start_agent: StartAgent,
+) -> None:
+    error = "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9"
+    more = "\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    reason = "NET/Socket : message truncated : receiving 64 bytes instead of 32, a mismatch in collective sizes"
+    job = start_agent({"0": _watchdog(error, more + reason), "*": FOREVER})
+    assert job.wait() == 1
+    assert first_line(job).startswith("stormo: rank 0 on host ")
+    assert first_line(job).endswith(f" was ended by NCCL's watchdog: {error}: {reason}")
+    assert "frame #" not in job.err
+
+
 def test_a_rank_that_keeps_nccl_waiting_is_named(start_agent: StartAgent) -> None:
     job = start_agent(
         {"0": _timeout(12, "ALLREDUCE", 80), "1": [["step", 4], *FOREVER]}, timeouts={"settle": {"secondary_s": 0.5}}
