@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.slice_devices import find_slices
+from tests.launch.slurm_environments import tasks_of
+
 pytestmark = [pytest.mark.gpu, pytest.mark.slices(2)]
 _ROOT = Path(__file__).parents[2]
 _STORMO = [sys.executable, "-m", "stormo"]
@@ -51,6 +54,21 @@ def test_each_worker_of_a_script_has_a_slice_of_its_own(start: list[str], tmp_pa
     lines = [line.split("on ")[1].split() for line in _run(*start, str(script)).splitlines() if "on MIG-" in line]
     assert len({line[0] for line in lines}) == 2
     assert [line[1:] for line in lines] == [["1", "2.0"]] * 2
+
+
+@pytest.mark.slices(4)
+def test_tasks_of_slurm_that_see_the_slices_of_their_node_take_one_each(tmp_path: Path) -> None:
+    shown = find_slices().take(0, 4).of_command()  # as Slurm does for --gres=gpu:1g.18gb:4
+    run = ("--backend", "nccl", "--runs-folder", str(tmp_path), "--run-name", "run", "--epochs", "1")
+    command = [*_STORMO, "train", "tests/tiny_task.py:Tiny", *run]
+    jobs = [
+        subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **task, **shown})
+        for task in tasks_of("srun -N1 -n4 --gpus-per-node=4")
+    ]
+    assert [job.wait(240) for job in jobs] == [0] * 4
+    summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert " MIG " in summary["device"]
+    assert summary["world_size"] == 4
 
 
 def test_the_doctor_measures_slices() -> None:
