@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import conv2d
 from torch.utils.flop_counter import FlopCounterMode
 
 from stormo.data.tensors import flip_and_shift
 from stormo.errors import SettingError
 from stormo.tasks.fashion_mnist import FashionMnist, FashionMnistOptions, training_flops
-from stormo.tasks.wide_resnet import WideResNet, score
+from stormo.tasks.wide_resnet import Stem, WideResNet, convolve_windows, score
 
 
 def _task(**options: Any) -> FashionMnist:
@@ -49,6 +52,46 @@ def test_the_head_takes_the_mean_and_its_gradient_keeps_the_layout(
     torch.testing.assert_close(means, features.mean((2, 3)))
     torch.testing.assert_close(seen[0], torch.full_like(features, 1 / 49))
     assert seen[0].is_contiguous(memory_format=layout)
+
+
+def _convolved(
+    convolve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], images: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the gradient of the weight for a gradient of the result that has no structure."""
+    weight = weight.detach().requires_grad_()
+    made = convolve(images, weight)
+    (made * made.detach().sin()).sum().backward()
+    assert weight.grad is not None
+    return made, weight.grad
+
+
+def _one_channel(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(3, 1, 9, 7, dtype=torch.float64, generator=generator)
+    return images.to(device), torch.randn(16, 1, 3, 3, dtype=torch.float64, generator=generator).to(device)
+
+
+def test_the_first_convolution_may_be_a_product_of_matrices() -> None:
+    images, weight = _one_channel("cpu")
+    made, gradient = _convolved(convolve_windows, images, weight)
+    expected, expected_gradient = _convolved(partial(conv2d, padding=1), images, weight)
+    torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_first_convolution_keeps_the_layout_on_a_gpu(layout: torch.memory_format) -> None:
+    images, weight = _one_channel("cuda")
+    stem = Stem(1, 16, kernel_size=3, padding=1, bias=False).to("cuda", torch.float64).to(memory_format=layout)
+    with torch.no_grad():
+        stem.weight.copy_(weight)
+    made = stem(images)
+    torch.testing.assert_close(made, conv2d(images, weight, padding=1), rtol=1e-12, atol=1e-12)
+    assert made.is_contiguous(memory_format=layout)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert stem(images.float()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("width", [1, 2])
