@@ -196,8 +196,8 @@ class Agent:
         if self._timeouts.interrupted_s is not None:
             self._interrupt_deadline = time.monotonic() + self._timeouts.interrupted_s
             return
-        is_training = any(worker.step is not None for worker in self._workers) or self._timeouts.runs_script
-        self._log.say(stopping_text(is_training=is_training))
+        is_training = any(worker.step is not None for worker in self._workers)
+        self._log.say(stopping_text(is_training=None if self._timeouts.runs_script else is_training))
 
     def _look_for_script_group(self) -> None:
         if self._may_lack_group:
@@ -292,8 +292,7 @@ class Agent:
             silent_s, first_sign_s = now - heard_at, self._timeouts.first_sign_s
             limit_s = self._timeout_s if worker.heard_at is not None else max(self._timeout_s, first_sign_s or 0.0)
             if silent_s <= min(limit_s, self._timeouts.silent_warning_s):
-                continue
-            if worker.heard_at is None and self._timeouts.runs_script:
+                worker.stopped_since = None
                 continue
             if not is_stopped(worker.pid) or self._node.world_size == 1:
                 worker.stopped_since = None
@@ -302,10 +301,12 @@ class Agent:
             is_held = worker.stopped_since is not None and now - worker.stopped_since > self._timeouts.stopped_s
             who = f"rank {worker.rank} (pid {worker.pid})"
             what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
-            if silent_s > limit_s or is_held:
+            is_free = worker.heard_at is None and self._timeouts.runs_script  # to do other things first
+            if is_held or (silent_s > limit_s and not is_free):
                 worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
                 self._add(worker.failure)
-            elif worker.heard_at is not None and worker.silent_since is None:  # before, it still loads its libraries
+            elif worker.silent_since is None and (worker.heard_at is not None or worker.stopped_since is not None):
+                # Others without a heartbeat still load their libraries.
                 worker.silent_since = heard_at
                 self._log.say(f"{who} {what}")
 

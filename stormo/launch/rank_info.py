@@ -46,7 +46,7 @@ class RankInfo:
                 raise self._contradiction(f"a {size_name} of {size}", "it must be at least 1")
             if not 0 <= index < size:
                 raise self._contradiction(
-                    f"{index_name} {index} with a {size_name} of {size}", f"0 <= {index_name} < {size} must hold"
+                    f"a {index_name} of {index} with a {size_name} of {size}", f"0 <= {index_name} < {size} must hold"
                 )
         if max(self.local_size, self.num_nodes) > self.world_size:
             raise self._contradiction(
@@ -67,7 +67,7 @@ class RankInfo:
 
     def _contradiction(self, what: str, why: str) -> SettingError:
         return SettingError(
-            f"The environment gives rank {self.rank} {what}",
+            f"The environment of rank {self.rank} has {what}",
             why,
             f"correct the variables that the launcher ({self.launcher}) sets, or start again without overriding them",
         )

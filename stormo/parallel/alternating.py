@@ -97,7 +97,9 @@ class Alternating(Strategy):
 
     def _run_again(self, batch: Batch) -> Tensor:
         with absent(self.module, batch.is_padding), no_cudnn_benchmark(self._is_short_step(batch)):
-            return self._forward_backward(self._eager, batch.data, batch.weight)
+            loss = self._forward_backward(self._eager, batch.data, batch.weight)
+        self._end_micro_batch()
+        return loss
 
     def step(self, learning_rate: float) -> None:
         """Let every optimizer step in its turn."""

@@ -55,6 +55,7 @@ from stormo.parallel.gradient_noise import GradientNoise, NoiseScaleMeter, total
 from stormo.parallel.host_sum import open_host_sum
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
+from stormo.parallel.norm_order import NormOrder
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
 from stormo.parallel.weight_average import WeightAverage
 from stormo.tasks.returned import make_model, read_loss, without_gradient
@@ -99,6 +100,7 @@ class Strategy:
     later_losses: Tensor | None = None  # of a step, after that of the first optimizer of several
     _is_trying = False  # whether this step is one of `try_step`
     _is_warming_up = False  # whether micro-batches belong to no step
+    _norm_order: NormOrder | None = None
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         self.world = world
@@ -152,6 +154,8 @@ class Strategy:
     def _convert_batch_norms(self, model: nn.Module) -> nn.Module:
         if self._settings.speed.sync_batch_norm and self.world.data.size > 1:
             model = convert_sync_batch_norm(model, self._statistics_sum())
+            if self.task.find_unused and self.world.data.size == self.world.size:
+                self._norm_order = NormOrder(self.world, model)
         if self._settings.batch.ghost_batch_size is not None:
             model = convert_ghost_batch_norm(model, self._settings.batch.ghost_batch_size)
         return model
@@ -363,6 +367,7 @@ class Strategy:
             with sync, absent(self.module, batch.is_padding), timing:
                 with self._noise.on_samples(model, batch, self.clock.epoch):
                     loss = self._forward_backward(model, batch.data, batch.weight)
+                self._end_micro_batch()
                 if self.noise_scale is not None:
                     self.noise_scale.see_micro_batch(span, self.module.parameters())
                 return loss
@@ -410,6 +415,10 @@ class Strategy:
         loss, factor = self.loss_weights.weigh(loss, count, weight, guard)
         self._backward(self.scaler.scale(loss * (factor * self.world.data.size)))
         return loss.detach() * (factor * self._loss_share)
+
+    def _end_micro_batch(self) -> None:
+        if self._norm_order is not None:
+            self._norm_order.end_micro_batch()
 
     @property
     def _loss_share(self) -> float:

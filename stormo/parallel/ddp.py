@@ -21,7 +21,6 @@ from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch.torch_errors import unreduced_parameters
-from stormo.layers.sync_batch_norm import Reduce, SynchronisedNorm
 from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
@@ -103,40 +102,6 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
     }
 
 
-class NormOrder:
-    """Refuses synchronised batch norms of workers at different ones: sums are matched by order, not by name."""
-
-    def __init__(self, world: World, model: nn.Module) -> None:
-        """All workers call it."""
-        norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
-        self._names = [*(f"the batch norm {name}" for name, _ in norms), "the end of its micro-batch"]
-        self._table = world.status_table()
-        for number, (_, layer) in enumerate(norms):
-            if layer.reduce is not None:
-                layer.reduce = partial(self._sum, number, layer.reduce)
-
-    def _sum(self, number: int, reduce: Reduce, vector: Tensor) -> None:
-        self._compare(number, vector.numel())  # more values in forward than in backward
-        reduce(vector)
-
-    def end_micro_batch(self) -> None:
-        """Wait for the others to come here too. All workers call it."""
-        self._compare(len(self._names) - 1, 0)
-
-    def _compare(self, number: int, size: int) -> None:
-        self._table.post((number, size, 0))
-        places = self._table.read().tolist()
-        other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
-        if other is not None:
-            first, second = self._names[places[0][0]], self._names[places[other][0]]
-            direction = " in the other direction" * (first == second)
-            raise SettingError(
-                "--sync-batch-norm was set",
-                f"rank 0 is at {first} and rank {other} at {second}{direction}",
-                "let every batch use the same batch norms, or set --no-sync-batch-norm",
-            )
-
-
 class AfterBackward:
     """Starts the exchange of all buckets once backward has computed the last gradient.
 
@@ -171,19 +136,11 @@ class Replicated(Strategy):
 
     _replica: DistributedDataParallel | None = None  # set by `_replicate`
     _is_exchanging = False  # whether this micro-batch is the last of its step
-    _norm_order: NormOrder | None = None
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         if plan.graph and world.size > 1:
             leave_default_stream(world.device)
         super().__init__(world, plan, task, settings)
-
-    def _convert_batch_norms(self, model: nn.Module) -> nn.Module:
-        model = super()._convert_batch_norms(model)
-        is_synchronised = self._settings.speed.sync_batch_norm and self.world.data.size == self.world.size > 1
-        if self.task.find_unused and is_synchronised:
-            self._norm_order = NormOrder(self.world, model)
-        return model
 
     def _replicate(
         self, model: nn.Module, average: Average | None = None, group: dist.ProcessGroup | None = None, **options: Any
@@ -218,7 +175,7 @@ class Replicated(Strategy):
     def micro_step(self, batch: Batch) -> Tensor:
         """As on one device; names the parameters without a gradient, for which DDP raises an error a forward later."""
         try:
-            loss = super().micro_step(batch)
+            return super().micro_step(batch)
         except RuntimeError as error:
             numbers = unreduced_parameters(error)
             if numbers is None:
@@ -226,9 +183,6 @@ class Replicated(Strategy):
             trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
             names = [trained[number] for number in numbers if number < len(trained)]
             raise unused_parameters(self.task, names or trained, _LATER) from error
-        if self._norm_order is not None:
-            self._norm_order.end_micro_batch()
-        return loss
 
     def _backward(self, loss: Tensor) -> None:
         is_exchanging = self._replica is not None and self._is_exchanging and not self._is_trying

@@ -80,18 +80,19 @@ def _exit_resumable(number: signal.Signals) -> None:
 # --- in the training --------------------------------------------------------------------------------------------------
 
 
-def stopping_text(*, is_training: bool) -> str:
-    """The answer to the first Ctrl-C."""
+def stopping_text(*, is_training: bool | None) -> str:
+    """The answer to the first Ctrl-C; None: a script decides."""
     when = "after this step" if is_training else "after the first step at the latest"
+    when = "once the script sees world.stop_requested" if is_training is None else when
     return f"stopping {when}; press Ctrl-C again to stop at once"
 
 
 class StopFlag:
     """The last stop signal that came, or 0."""
 
-    def __init__(self, *, announces: bool = False, is_training: bool = True) -> None:
+    def __init__(self, *, announces: bool = False, is_training: bool | None = None) -> None:
         self.signal_number = 0
-        self.is_training = is_training  # whether steps have begun; the flag is read between them
+        self.is_training = is_training  # whether steps have begun; None in a script
         self._announces = announces  # an agent does it for its workers
 
     def handle(self, number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from stormo.config.options import UsageError
 from stormo.doctor import command, slices
 from stormo.doctor.slices import cut, largest, show_slices
 from stormo.errors import EXIT_USAGE, SettingError
@@ -203,7 +202,7 @@ def test_slices_are_of_this_machine_in_a_job_too(
         monkeypatch.setenv(name, value)
     assert command.main(["--slices"]) == 0
     assert capsys.readouterr().out == "shown\n"
-    with pytest.raises(UsageError, match="unrecognized arguments: --num-gpus 2"):
+    with pytest.raises(SettingError, match="--num-gpus was set with --slices, but"):
         command.main(["--slices", "--num-gpus", "2"])
 
 

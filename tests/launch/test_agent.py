@@ -363,6 +363,36 @@ def test_a_worker_that_stays_stopped_ends_the_job_long_before_the_timeout(start_
     assert cause.endswith(" has sent no sign of life for 2 s: it is stopped (SIGSTOP?)")
 
 
+def test_a_script_stopped_before_it_joins_ends_the_job_and_one_that_works_does_not(start_agent: StartAgent) -> None:
+    timeouts = {**OF_SCRIPT, "silent_warning_s": 2.0, "stopped_s": 0.5}
+    job = start_agent({"1": [["join late"]], "*": STOP_WITH_75}, timeouts=timeouts, timeout_s=3.0)
+    job.wait_until_ready(2)
+    time.sleep(4.0)
+    assert job.process.poll() is None
+    assert not job.err
+    pid = job.worker_pid(1)
+    os.kill(pid, signal.SIGSTOP)
+    assert job.wait() == 1
+    warning, cause, *_ = job.err.splitlines()
+    assert warning.startswith(f"stormo: rank 1 (pid {pid}) has sent no sign of life for ")
+    assert cause.endswith(": it is stopped (SIGSTOP?)")
+
+
+def test_a_worker_may_be_stopped_again(start_agent: StartAgent) -> None:
+    job = start_agent({"*": STOP_WITH_75}, timeouts={"silent_warning_s": 1.0, "stopped_s": 3.0})
+    job.wait_until_ready(2)
+    pid = job.worker_pid(1)
+    for number in (1, 2):
+        os.kill(pid, signal.SIGSTOP)
+        job.wait_for(lambda job, number=number: job.err.count("no sign of life") == number)
+        time.sleep(1.0)
+        os.kill(pid, signal.SIGCONT)
+        job.wait_for(lambda job, number=number: job.err.count("is back after") == number)
+        time.sleep(1.0)
+    job.process.terminate()
+    assert job.wait() == 75
+
+
 def test_a_job_of_one_worker_may_be_stopped_for_a_while(start_agent: StartAgent) -> None:
     job = start_agent(
         {"*": STOP_WITH_75}, node={"num_workers": 1}, timeouts={"silent_warning_s": 0.5, "stopped_s": 0.5}

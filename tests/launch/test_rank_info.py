@@ -38,11 +38,11 @@ def test_rank_0_is_main_and_one_node_is_reached_by_loopback() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"rank": 8}, "rank 8 with a world size of 8"),
+        ({"rank": 8}, "The environment of rank 8 has a rank of 8 with a world size of 8"),
         ({"rank": -1}, "0 <= rank < 8 must hold"),
         ({"world_size": 0}, "a world size of 0"),
-        ({"local_rank": 4}, "local rank 4"),
-        ({"node_id": 2}, "node id 2"),
+        ({"local_rank": 4}, "a local rank of 4"),
+        ({"node_id": 2}, "a node id of 2"),
         ({"local_size": 9}, "2 nodes, 9 ranks on this one, and a world size of 8"),
         ({"num_nodes": 9}, "9 nodes, 4 ranks on this one, and a world size of 8"),
         ({"num_nodes": 1, "node_id": 0}, "one node with 4 ranks on it and a world size of 8"),

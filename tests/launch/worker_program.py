@@ -155,6 +155,9 @@ def main(scenario: dict[str, list[list[Any]]]) -> None:
     actions = scenario.get(str(info.rank), scenario.get("*", []))
     if actions[:1] == [["never join"]]:
         sys.exit(0)
+    if actions[:1] == [["join late"]]:
+        print("ready", flush=True)
+        time.sleep(60)
     failure_reporter._LINGER_S = float(os.environ.get("STORMO_TEST_LINGER_S", failure_reporter._LINGER_S))
     reporter = open_reporter(info)
     for action, *arguments in actions:

@@ -171,6 +171,41 @@ def test_the_class_is_checked_before_anything_starts() -> None:
         assert str(refused.value).startswith(said)
 
 
+class TwoEnds(Gan):
+    """Workers may take different ends of the critic, each with a batch norm."""
+
+    find_unused = True
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(25)
+        self.place = 0
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        ends = [nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)) for _ in range(2)]
+        model.get_submodule("critic").register_module("ends", nn.ModuleList(ends))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any, optimizer: str = "critic") -> torch.Tensor:
+        end = model.get_submodule(f"critic.ends.{self.place if optimizer == 'generator' else 0}")
+        points, noise = (tensor.to(torch.get_default_dtype()) for tensor in batch)
+        generator, critic = model.get_submodule("generator"), model.get_submodule("critic")
+        return (end(generator(noise)[:, :1]) - end(points[:, :1]) + critic[:2](points).mean()).abs().mean()
+
+
+def _different_ends(world: World) -> str:
+    parts = build(world, task_class=TwoEnds, sync_batch_norm=True, **FLAGS)
+    parts.strategy.task.place = world.rank  # type: ignore[attr-defined]
+    with pytest.raises(SettingError) as refused:
+        steps(parts, 1)
+    return refused.value.why
+
+
+def test_workers_at_different_batch_norms_in_a_later_turn_are_refused(run_ranks: Ranks) -> None:
+    said = "rank 0 is at the batch norm critic.ends.0.1 and rank 1 at the batch norm critic.ends.1.1"
+    assert run_ranks(_different_ends, 2) == [said] * 2
+
+
 @pytest.mark.gpu
 def test_a_gpu_steps_as_a_cpu() -> None:
     trained = []

@@ -193,6 +193,7 @@ def test_one_worker_with_another_strategy_is_noted_in_its_row(folder: Path, caps
         ("1,2 --mesh shard=3", "--mesh shard=3 was set, but that is 3 and there are 2 workers"),
         ("1,2 --strategy hsdp", "--strategy hsdp was set, but it shards within a node"),
         ("2,4 --strategy server --servers 4", "2 workers: --servers 4 was set, but servers are workers too and there "),
+        ("1,2 --graph", "--graph was set, but a CUDA graph runs on a GPU and the workers run on CPUs; set --no-graph"),
         ("2,4 --strategy single", "--strategy single was set with 2 workers, but single trains on one"),
         ("1,4 --global-batch-size 3", "4 workers: a global batch of 3 was set, but 4 workers × 1 accumulation split"),
         ("1,2 --mode both --average-every 4000 --strategy local", "weak, 2 workers: --average-every 4000 was set, but"),

@@ -155,6 +155,7 @@ def check_settings(config: TrainConfig, layout: Layout) -> None:
     """Refuse what cannot hold for any data."""
     check_numbers(config)
     check_parallelism(config, layout)
+    choose_graph(config, layout, compiled=False, is_short=False, accumulate=1)  # may refuse --graph
 
 
 def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
