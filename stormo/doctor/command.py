@@ -74,9 +74,9 @@ def _is_job(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
     flags = {option.flag for option in options_of("workers", Workers)}
     if "--slices" in given:  # of this machine, in a shell of a Slurm job too
-        for flag in sorted(given & flags):
+        if found := ", ".join(sorted(given & flags)):
             why = "--slices cuts the GPU of this machine and starts no workers"
-            raise SettingError(f"{flag} was set with --slices", why, f"leave out {flag}")
+            raise SettingError(f"{found} was set with --slices", why, f"leave out {found}")
         return False
     return bool(given & flags) or any(launcher.detect(environ) for launcher in LAUNCHERS.values())
 

@@ -291,21 +291,19 @@ class Agent:
             heard_at = worker.started_at if worker.heard_at is None else worker.heard_at
             silent_s, first_sign_s = now - heard_at, self._timeouts.first_sign_s
             limit_s = self._timeout_s if worker.heard_at is not None else max(self._timeout_s, first_sign_s or 0.0)
-            if silent_s <= min(limit_s, self._timeouts.silent_warning_s):
-                worker.stopped_since = None
+            is_silent = silent_s > min(limit_s, self._timeouts.silent_warning_s)
+            holds_others = is_silent and self._node.world_size > 1 and is_stopped(worker.pid)
+            worker.stopped_since = (worker.stopped_since or now) if holds_others else None
+            if not is_silent:
                 continue
-            if not is_stopped(worker.pid) or self._node.world_size == 1:
-                worker.stopped_since = None
-            elif worker.stopped_since is None:
-                worker.stopped_since = now
-            is_held = worker.stopped_since is not None and now - worker.stopped_since > self._timeouts.stopped_s
+            stays_stopped = holds_others and now - (worker.stopped_since or now) > self._timeouts.stopped_s
             who = f"rank {worker.rank} (pid {worker.pid})"
             what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
-            is_free = worker.heard_at is None and self._timeouts.runs_script  # to do other things first
-            if is_held or (silent_s > limit_s and not is_free):
+            may_be_silent = worker.heard_at is None and self._timeouts.runs_script  # a script that has not joined yet
+            if stays_stopped or (silent_s > limit_s and not may_be_silent):
                 worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
                 self._add(worker.failure)
-            elif worker.silent_since is None and (worker.heard_at is not None or worker.stopped_since is not None):
+            elif worker.silent_since is None and (worker.heard_at is not None or holds_others):
                 # Others without a heartbeat still load their libraries.
                 worker.silent_since = heard_at
                 self._log.say(f"{who} {what}")

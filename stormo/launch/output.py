@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from stormo.errors import note_error
 from stormo.launch.failure import Failure
-from stormo.launch.torch_errors import is_native_trace, wants_native_traces
+from stormo.launch.torch_errors import is_native_trace, is_nccl_error, wants_native_traces
 
 STDOUT, STDERR = 1, 2
 _MAX_LINE_BYTES = 64 * 1024
@@ -30,7 +30,8 @@ _LAST_WORDS = re.compile(
     rb"""(?m)^(?:\[rank \d+\] )?(?:(?:  \+ Exception Group )?Traceback \(most|  File "|(?i:usage): .*\[)"""
 )
 _LAST_WORDS_HOLD_S = 5.0
-_TRACE_HOLD_S = 10.0  # for another node to report its cause, or for NCCL's watchdog to end the process: after 6 s
+_TRACE_HOLD_S = 5.0  # for another node to report its cause
+_NCCL_ERROR_HOLD_S = 10.0  # torch's watchdog of NCCL logs an error 6 s before it ends the process
 
 
 class LineBuffer:
@@ -110,6 +111,15 @@ def read_rest(streams: Sequence[_StreamT], read: Callable[[_StreamT], None]) -> 
             return
 
 
+def _hold_s(line: bytes) -> float:
+    """How long a line on stderr waits for what may have to come before it."""
+    if is_nccl_error(line):
+        return _NCCL_ERROR_HOLD_S
+    if is_native_trace(line):
+        return _TRACE_HOLD_S
+    return _LAST_WORDS_HOLD_S if _LAST_WORDS.search(line) else 0.0
+
+
 class LogMultiplexer:
     """Writes the lines of all workers of a node; remembers the last ones of each."""
 
@@ -129,9 +139,7 @@ class LogMultiplexer:
         if stream.target_fd == STDOUT:
             write_all(STDOUT, b"".join(lines))
         elif not self._cause_shown:  # afterwards only consequences come
-            last_words_s = _LAST_WORDS_HOLD_S if any(map(_LAST_WORDS.search, lines)) else 0.0
-            trace_s = _TRACE_HOLD_S if any(map(is_native_trace, lines)) else 0.0
-            until = time.monotonic() + max(self._hold_s, last_words_s, trace_s)
+            until = time.monotonic() + max([self._hold_s, *map(_hold_s, lines)])
             self._held.extend((until, stream.rank, line) for line in lines)
 
     def show_held_lines(self, *, at_once: bool = False) -> None:

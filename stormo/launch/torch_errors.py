@@ -50,6 +50,7 @@ _COLLECTIVE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
 SYNCHRONIZES = "synchronizing CUDA operation"  # in the warning of torch.cuda.set_sync_debug_mode
 # Traces of C++ code: of the watchdog, of an exception that nobody caught, and the frames below either.
 _NATIVE = re.compile(rb"ProcessGroupNCCL|terminate called |  what\(\):  |Exception raised from |frame #\d+: ")
+_NCCL_LOG = re.compile(rb"\[E\d+ \S+ ProcessGroupNCCL")
 _FRAMES = re.compile(r"^(?:\[rank \d+\] )?(?:Exception raised from .*|frame #\d+: .*)\n?", re.MULTILINE)
 _NCCL_PLACE = re.compile(r"(NCCL error) in: \S+\.cpp:\d+,")
 _NCCL_REASON = re.compile(r"Last error:\s*(?:\[rank \d+\] )?(\S.*)")
@@ -104,6 +105,11 @@ def watchdog_error(text: str) -> str | None:
 def _collective(text: str) -> str:
     found = _COLLECTIVE.search(text)
     return "" if found is None else f"{found[2].lower()} of {found[3]} elements, number {found[1]} of NCCL"
+
+
+def is_nccl_error(line: bytes) -> bool:
+    """Whether torch logs an error of NCCL, some seconds before its watchdog ends the process."""
+    return _NCCL_LOG.search(line) is not None
 
 
 def is_native_trace(line: bytes) -> bool:

@@ -32,7 +32,7 @@ class AgentTimeouts:
     """How long the agent waits for what."""
 
     silent_warning_s: float = 15.0  # without a heartbeat from a worker, until a warning
-    stopped_s: float = 15.0  # after it, until a stopped worker ends the job for which others wait
+    stopped_s: float = 15.0  # more, until a stopped worker ends a job of several
     stop_s: float = 30.0  # for workers to end after SIGTERM
     interrupted_s: float | None = None  # for workers to end after Ctrl-C; None for those that first save their work
     hold_s: float = 0.2  # lines on stderr, so that the cause of a failure comes before its consequences
@@ -58,7 +58,7 @@ class Worker:
         self.started_at = time.monotonic()
         self.heard_at: float | None = None  # when the last message came
         self.silent_since: float | None = None  # set once a warning was printed
-        self.stopped_since: float | None = None  # seen by an agent that was not stopped itself
+        self.stopped_since: float | None = None  # when the agent first saw it stopped
         self.step: int | None = None  # the last one it reported
         self.line = ""  # where in its script the main thread was last
         self.has_left = False

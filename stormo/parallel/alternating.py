@@ -46,6 +46,9 @@ class Alternating(Strategy):
         self._turn = self._names[0]
         return made
 
+    def _may_differ_in_norms(self) -> bool:
+        return True  # in the turn of one optimizer, those of the others need no gradient
+
     def _meter(self) -> None:
         return None
 

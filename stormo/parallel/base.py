@@ -154,11 +154,15 @@ class Strategy:
     def _convert_batch_norms(self, model: nn.Module) -> nn.Module:
         if self._settings.speed.sync_batch_norm and self.world.data.size > 1:
             model = convert_sync_batch_norm(model, self._statistics_sum())
-            if self.task.find_unused and self.world.data.size == self.world.size:
+            if self._may_differ_in_norms() and self.world.data.size == self.world.size:
                 self._norm_order = NormOrder(self.world, model)
         if self._settings.batch.ghost_batch_size is not None:
             model = convert_ghost_batch_norm(model, self._settings.batch.ghost_batch_size)
         return model
+
+    def _may_differ_in_norms(self) -> bool:
+        """Whether workers may be at different batch norms; DDP refuses most other tasks where they are."""
+        return self.task.find_unused
 
     def _statistics_sum(self) -> Reduce:
         """How the statistics of batch norm are summed: their messages are small, and the computation waits for them."""

@@ -27,6 +27,7 @@ from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision,
 from stormo.parallel.cuda_graph import leave_default_stream
 from stormo.parallel.exposed import queue_callback
 from stormo.parallel.gradient_noise import NoiseScaleMeter, begin_sum
+from stormo.parallel.norm_order import synchronised_norms
 from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
 
@@ -156,17 +157,16 @@ class Replicated(Strategy):
             process_group=group,
             **options,
         )
-        if self._exchanges_after_backward():
+        if self._exchanges_after_backward(model):
             average = AfterBackward(average or partial(_mean, group), self.world.device)
         if average is not None:
             # A lambda, because torch evaluates the annotations of a hook, which are strings here.
             self._replica.register_comm_hook(average, lambda average, bucket: average(bucket))
         return self._replica
 
-    def _exchanges_after_backward(self) -> bool:
+    def _exchanges_after_backward(self, model: nn.Module) -> bool:
         """Whether gradients and statistics of batch norms must not be sent at the same time."""
-        is_synchronised = self._settings.speed.sync_batch_norm and self.task.find_unused
-        return bool(is_synchronised and self._plan.layout.backend == "nccl")
+        return self.task.find_unused and self._plan.layout.backend == "nccl" and bool(synchronised_norms(model))
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         self._is_exchanging = is_last

@@ -11,12 +11,17 @@ from stormo.errors import SettingError
 from stormo.layers.sync_batch_norm import Reduce, SynchronisedNorm
 
 
+def synchronised_norms(model: nn.Module) -> list[tuple[str, SynchronisedNorm]]:
+    """The batch norms whose statistics are summed, with their names."""
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
+
+
 class NormOrder:
-    """Refuses workers that are at different batch norms, which a task with find_unused may let happen."""
+    """Refuses workers that are at different batch norms."""
 
     def __init__(self, world: World, model: nn.Module) -> None:
         """All workers call it."""
-        norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
+        norms = synchronised_norms(model)
         self._names = [*(f"the batch norm {name}" for name, _ in norms), "the end of its micro-batch"]
         self._table = world.status_table()
         for number, (_, layer) in enumerate(norms):
@@ -29,7 +34,8 @@ class NormOrder:
 
     def end_micro_batch(self) -> None:
         """Wait for the others to come here too. All workers call it."""
-        self._compare(len(self._names) - 1, 0)
+        if len(self._names) > 1:
+            self._compare(len(self._names) - 1, 0)
 
     def _compare(self, number: int, size: int) -> None:
         self._table.post((number, size, 0))

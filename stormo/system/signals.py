@@ -82,8 +82,10 @@ def _exit_resumable(number: signal.Signals) -> None:
 
 def stopping_text(*, is_training: bool | None) -> str:
     """The answer to the first Ctrl-C; None: a script decides."""
-    when = "after this step" if is_training else "after the first step at the latest"
-    when = "once the script sees world.stop_requested" if is_training is None else when
+    if is_training is None:
+        when = "once the script sees world.stop_requested"
+    else:
+        when = "after this step" if is_training else "after the first step at the latest"
     return f"stopping {when}; press Ctrl-C again to stop at once"
 
 

@@ -34,6 +34,9 @@ class Block(nn.Module):
 class Stem(nn.Conv2d):
     """A 3×3 convolution of one channel; on GPUs a product of matrices, as the weight gradient of cuDNN takes longer."""
 
+    def __init__(self, out_channels: int) -> None:
+        super().__init__(1, out_channels, kernel_size=3, padding=1, bias=False)
+
     def forward(self, images: Tensor) -> Tensor:
         """[n, 1, h, w] -> [n, out_channels, h, w]."""
         # With one channel both layouts are the same memory, and the strides tell which is meant.
@@ -44,7 +47,7 @@ class Stem(nn.Conv2d):
 
 def convolve_windows(images: Tensor, weight: Tensor) -> Tensor:
     """The same convolution as a product of matrices; its result is in channels_last."""
-    if torch.is_autocast_enabled(images.device.type):
+    if images.dtype == torch.float32 and torch.is_autocast_enabled(images.device.type):
         images = images.to(torch.get_autocast_dtype(images.device.type))  # before each pixel is copied 16 times
     # Of 4×4 pixels, with weights of zero: rows of 16 numbers are aligned, rows of 9 are not.
     windows = F.pad(images, (1, 2, 1, 2)).unfold(2, 4, 1).unfold(3, 4, 1).squeeze(1)  # [n, h, w, 4, 4]
@@ -57,7 +60,7 @@ class WideResNet(nn.Module):
     def __init__(self, width: float = 10, dropout: float = 0.01, num_classes: int = 10) -> None:
         super().__init__()
         narrow, middle, wide = round(16 * width), round(32 * width), round(64 * width)
-        self.stem = Stem(1, 16, kernel_size=3, padding=1, bias=False)
+        self.stem = Stem(16)
         self.stem_norm = NormAct(16)
         self.blocks = nn.Sequential(
             Block(16, narrow, dropout),

@@ -358,14 +358,14 @@ def test_a_worker_that_stays_stopped_ends_the_job_long_before_the_timeout(start_
     os.kill(pid, signal.SIGSTOP)
     assert job.wait() == 1
     warning, cause, *_ = job.err.splitlines()
-    assert warning.startswith(f"stormo: rank 1 (pid {pid}) has sent no sign of life for 1 s: it is stopped (SIGSTOP?)")
+    assert warning.startswith(f"stormo: rank 1 (pid {pid}) has sent no sign of life for ")
     assert cause.startswith(f"stormo: rank 1 (pid {pid}) on host ")
-    assert cause.endswith(" has sent no sign of life for 2 s: it is stopped (SIGSTOP?)")
+    assert cause.endswith(" s: it is stopped (SIGSTOP?)")
 
 
 def test_a_script_stopped_before_it_joins_ends_the_job_and_one_that_works_does_not(start_agent: StartAgent) -> None:
     timeouts = {**OF_SCRIPT, "silent_warning_s": 2.0, "stopped_s": 0.5}
-    job = start_agent({"1": [["join late"]], "*": STOP_WITH_75}, timeouts=timeouts, timeout_s=3.0)
+    job = start_agent({"*": [["join late"]]}, timeouts=timeouts, timeout_s=2.0)
     job.wait_until_ready(2)
     time.sleep(4.0)
     assert job.process.poll() is None

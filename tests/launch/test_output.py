@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -94,6 +95,21 @@ def test_traces_of_native_code_wait_for_their_cause(
     first, *others = capfd.readouterr().err.splitlines()
     assert first == "stormo: rank 1 on host n2 was killed by SIGKILL (signal 9)"
     assert ("terminate called" in "".join(others)) == is_wanted
+    os.close(reader)
+    os.close(writer)
+
+
+def test_an_error_of_nccl_waits_for_the_watchdog_and_a_warning_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    for letter, held_s in (("W", 5.0), ("E", 10.0)):
+        log, stream, now = LogMultiplexer(hold_s=0.0), Stream(reader, STDERR, rank=0, prefix=b""), time.monotonic()
+        monkeypatch.setattr("stormo.launch.output.time.monotonic", lambda now=now: now)
+        log.take(stream, [f"[rank2]:[{letter}1118 03:05:11.1 ProcessGroupNCCL.cpp:2057] [PG ID 0] Process\n".encode()])
+        for at_s in (held_s - 0.1, held_s):
+            monkeypatch.setattr("stormo.launch.output.time.monotonic", lambda now=now, at_s=at_s: now + at_s)
+            log.show_held_lines()
+            assert log.holds_lines == (at_s < held_s)
+        monkeypatch.undo()
     os.close(reader)
     os.close(writer)
 

@@ -33,6 +33,7 @@ from stormo.launch.torch_errors import (
     peer_loss,
     task_mistake,
     unreduced_parameters,
+    watchdog_error,
     without_frames,
 )
 from tests.forked import fork
@@ -203,6 +204,14 @@ def test_the_first_line_has_the_reason_of_nccl_and_no_place_in_its_source() -> N
     assert first_line(_NCCL.format(_INVALID, _USAGE, reason)) == shown
     assert first_line("no such file\nLast error:\nnone") == "no such file"
     assert first_line("") == ""
+
+
+def test_the_error_for_which_the_watchdog_ends_a_rank_is_found() -> None:
+    work = "Collective WorkNCCL(SeqNum=3, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) raised "
+    for said in (f"{work}the following async exception: ", "watchdog thread terminated with exception: "):
+        trace = f"[rank0]:[E1118 20:13:01.5 ProcessGroupNCCL.cpp:2057] {said}{_NCCL.format(_INVALID, _USAGE, 'why')}"
+        assert watchdog_error(trace) == f"NCCL error: {_INVALID}, NCCL version 2.26.5: why"
+    assert watchdog_error("watchdog thread terminated with exception: CUDA error: out of memory") is None
 
 
 _TRACE = """[rank2]:[E810 03:05:11.149121725 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 2] Process

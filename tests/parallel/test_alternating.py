@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -172,38 +172,44 @@ def test_the_class_is_checked_before_anything_starts() -> None:
 
 
 class TwoEnds(Gan):
-    """Workers may take different ends of the critic, each with a batch norm."""
-
-    find_unused = True
+    """The generator's loss takes one end of the critic, or none; each end has a batch norm."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(25)
-        self.place = 0
+        self.place: int | None = 0
 
     def model(self) -> nn.Module:
         model = super().model()
         ends = [nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)) for _ in range(2)]
-        model.get_submodule("critic").register_module("ends", nn.ModuleList(ends))
+        cast(nn.Sequential, model.get_submodule("critic")).append(nn.ModuleList(ends))
         return model
 
     def loss(self, model: nn.Module, batch: Any, optimizer: str = "critic") -> torch.Tensor:
-        end = model.get_submodule(f"critic.ends.{self.place if optimizer == 'generator' else 0}")
         points, noise = (tensor.to(torch.get_default_dtype()) for tensor in batch)
-        generator, critic = model.get_submodule("generator"), model.get_submodule("critic")
-        return (end(generator(noise)[:, :1]) - end(points[:, :1]) + critic[:2](points).mean()).abs().mean()
+        critic = cast(nn.Sequential, model.get_submodule("critic"))
+        score = critic[:-1](model.get_submodule("generator")(noise))
+        ends = list(cast(nn.ModuleList, critic[-1]))
+        if optimizer == "generator":
+            ends = [] if self.place is None else [ends[self.place]]
+        for end in ends:
+            score = end(score)
+        return (score - critic[:-1](points)).abs().mean()
 
 
-def _different_ends(world: World) -> str:
+def _different_ends(world: World, places: list[int | None]) -> str:
     parts = build(world, task_class=TwoEnds, sync_batch_norm=True, **FLAGS)
-    parts.strategy.task.place = world.rank  # type: ignore[attr-defined]
+    parts.strategy.task.place = places[world.rank]  # type: ignore[attr-defined]
     with pytest.raises(SettingError) as refused:
         steps(parts, 1)
     return refused.value.why
 
 
-def test_workers_at_different_batch_norms_in_a_later_turn_are_refused(run_ranks: Ranks) -> None:
-    said = "rank 0 is at the batch norm critic.ends.0.1 and rank 1 at the batch norm critic.ends.1.1"
-    assert run_ranks(_different_ends, 2) == [said] * 2
+@pytest.mark.parametrize(("place", "said"), [(1, "the batch norm critic.5.1.1"), (None, "the end of its micro-batch")])
+def test_workers_at_different_batch_norms_in_a_later_turn_are_refused(
+    run_ranks: Ranks, place: int | None, said: str
+) -> None:
+    said = f"rank 0 is at the batch norm critic.5.0.1 and rank 1 at {said}"
+    assert run_ranks(_different_ends, 2, [0, place]) == [said] * 2
 
 
 @pytest.mark.gpu
