@@ -91,7 +91,7 @@ def test_the_first_convolution_keeps_the_layout_on_a_gpu(layout: torch.memory_fo
     torch.testing.assert_close(made, conv2d(images, weight, padding=1), rtol=1e-12, atol=1e-12)
     assert made.is_contiguous(memory_format=layout)
     with torch.autocast("cuda", torch.bfloat16):
-        assert stem(images.float()).dtype == torch.bfloat16
+        assert stem.float()(images.float()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("width", [1, 2])
