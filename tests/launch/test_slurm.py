@@ -130,7 +130,7 @@ def test_another_job_or_step_gets_another_port() -> None:
         ({"SLURM_NODEID": "x"}, "SLURM_NODEID='x' was set"),
         ({"SLURM_NODEID": "4"}, "it lists 4 nodes and this is node 4"),
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is empty"),
-        ({"SLURM_PROCID": "7"}, "rank 7 with a world size of 7"),
+        ({"SLURM_PROCID": "7"}, "a rank of 7 with a world size of 7"),
     ],
 )
 def test_a_contradiction_in_the_variables_is_named(change: dict[str, str], sentence: str) -> None:
