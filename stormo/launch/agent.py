@@ -37,6 +37,7 @@ from stormo.system.process import is_stopped
 from stormo.system.signals import SignalQueue, stopping_text
 
 _SEND_TIMEOUT_S = 1.0
+_AWAY_S = 5.0  # between two looks at the heartbeats: this process stood still, perhaps with its workers
 
 
 def run_node(
@@ -121,6 +122,7 @@ class Agent:
         is_first, several_nodes = node.node_id == 0, node.num_nodes > 1
         self._failures = FailureCollector(timeouts.settle, noun="node", several_nodes=several_nodes, is_first=is_first)
         self.forwarded: set[int] = set()  # signals that the workers were sent
+        self._looked_at = time.monotonic()  # at the heartbeats
         self._stop_deadline: float | None = None
         self._interrupt_deadline: float | None = None
         # A script may open torch's process group itself; only node 0 can see whether it did.
@@ -257,7 +259,7 @@ class Agent:
             if self._control is not None:
                 self._control.rank_ended(rank, code)
         elif -code in self.forwarded:
-            self._add(of_stop(-code, rank=rank, host=host))
+            self._add(of_stop(-code, rank=rank, host=host, is_script=self._timeouts.runs_script))
         elif code < 0:
             by_watchdog = self._ended_by_watchdog(worker) if code == -signal.SIGABRT else None
             self._add(by_watchdog or of_signal(-code, rank=rank, host=host), severity_of(code))
@@ -285,7 +287,10 @@ class Agent:
     def _check_heartbeats(self) -> None:
         """Warn of a worker without a heartbeat, and add one that stays stopped, or silent beyond the timeout."""
         now = time.monotonic()
+        away_s, self._looked_at = now - self._looked_at, now
         for worker in self._workers:
+            if away_s > _AWAY_S:
+                worker.wait_anew()
             if not worker.running or worker.has_left or worker.failure is not None:
                 continue
             heard_at = worker.started_at if worker.heard_at is None else worker.heard_at

@@ -94,6 +94,12 @@ class Worker:
         self.ended_at = time.monotonic()
         return True
 
+    def wait_anew(self) -> None:
+        """Count its silence from now on."""
+        self.started_at = time.monotonic()
+        if self.heard_at is not None:
+            self.heard_at = self.started_at
+
     def send_signal(self, number: int) -> None:
         """Send a signal to the worker itself, not to the helpers it has started."""
         if self.running:

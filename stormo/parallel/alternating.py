@@ -46,7 +46,7 @@ class Alternating(Strategy):
         self._turn = self._names[0]
         return made
 
-    def _may_differ_in_norms(self) -> bool:
+    def _may_differ_in_norms(self, model: nn.Module) -> bool:
         return True  # in the turn of one optimizer, those of the others need no gradient
 
     def _meter(self) -> None:

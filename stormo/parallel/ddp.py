@@ -108,11 +108,13 @@ class AfterBackward:
 
     DDP sends the bucket of unused parameters before the sums of batch norms in backward, and that of used ones after
     them. Where workers use different parameters, two communicators of NCCL would be used in different orders: each
-    worker holds its GPU for a message that another one starts later, and none continues.
+    worker holds its GPU for a message that another one starts later, and none continues. A worker without a batch norm
+    would wait for the gradients of another one that waits for its statistics: `begin` may refuse that.
     """
 
-    def __init__(self, average: Average, device: torch.device) -> None:
+    def __init__(self, average: Average, begin: Callable[[], None], device: torch.device) -> None:
         self._average = average
+        self._begin = begin
         self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
         self._held: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []
 
@@ -126,6 +128,7 @@ class AfterBackward:
         return future
 
     def _start(self) -> None:
+        self._begin()
         started = [(future, self._average(bucket)) for bucket, future in self._held]
         self._held = []
         for future, average in started:
@@ -157,16 +160,12 @@ class Replicated(Strategy):
             process_group=group,
             **options,
         )
-        if self._exchanges_after_backward(model):
-            average = AfterBackward(average or partial(_mean, group), self.world.device)
+        if self.task.find_unused and synchronised_norms(model):
+            average = AfterBackward(average or partial(_mean, group), self._end_micro_batch, self.world.device)
         if average is not None:
             # A lambda, because torch evaluates the annotations of a hook, which are strings here.
             self._replica.register_comm_hook(average, lambda average, bucket: average(bucket))
         return self._replica
-
-    def _exchanges_after_backward(self, model: nn.Module) -> bool:
-        """Whether gradients and statistics of batch norms must not be sent at the same time."""
-        return self.task.find_unused and self._plan.layout.backend == "nccl" and bool(synchronised_norms(model))
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         self._is_exchanging = is_last

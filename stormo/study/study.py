@@ -299,7 +299,7 @@ def _refuse_own_settings(own: argparse.Namespace, config: TrainConfig) -> None:
     for key in _SET_BY_STUDY:
         if key in config.given:
             raise SettingError(
-                f"{key} was set for a scaling study",
+                f"--{key.replace('_', '-')} was set for a scaling study",
                 "it sets that itself for every run" if key != "grow_batch" else "its epochs must be alike",
                 "leave it out" + (sizes if key == "num_gpus" else ""),
             )

@@ -83,7 +83,7 @@ def _exit_resumable(number: signal.Signals) -> None:
 def stopping_text(*, is_training: bool | None) -> str:
     """The answer to the first Ctrl-C; None: a script decides."""
     if is_training is None:
-        when = "once the script sees world.stop_requested"
+        when = "where the script next reads world.stop_requested, or now if it has not read it before"
     else:
         when = "after this step" if is_training else "after the first step at the latest"
     return f"stopping {when}; press Ctrl-C again to stop at once"

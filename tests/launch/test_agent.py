@@ -308,12 +308,18 @@ def test_ctrl_c_before_a_worker_is_ready_ends_with_130(start_agent: StartAgent) 
     assert "Traceback" not in job.err.split("stormo: rank")[0]
 
 
-def test_a_sigterm_that_ends_an_unready_worker_leaves_nothing_to_save(start_agent: StartAgent) -> None:
-    job = start_agent({"*": [["out", "ready"], *FOREVER]})
+@pytest.mark.parametrize(
+    ("timeouts", "why"),
+    [({}, ", which reached it before it was ready"), (OF_SCRIPT, ": its script had not read world.stop_requested yet")],
+)
+def test_a_sigterm_that_ends_an_unready_worker_leaves_nothing_to_save(
+    start_agent: StartAgent, timeouts: dict[str, Any], why: str
+) -> None:
+    job = start_agent({"*": [["out", "ready"], *FOREVER]}, timeouts=timeouts)
     job.wait_until_ready(2)
     job.process.terminate()
     assert job.wait() == 75
-    assert "was ended by SIGTERM, which reached it before it was ready" in job.err
+    assert f"was ended by SIGTERM{why}" in job.err
 
 
 def test_a_stopped_worker_is_named_and_killed_after_sigterm(start_agent: StartAgent) -> None:
@@ -406,6 +412,21 @@ def test_a_job_of_one_worker_may_be_stopped_for_a_while(start_agent: StartAgent)
     job.wait_for(lambda job: "is back after" in job.err)
     job.process.terminate()
     assert job.wait() == 75
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on(start_agent: StartAgent) -> None:
+    job = start_agent({"*": STOP_WITH_75}, timeouts={"silent_warning_s": 2.0, "stopped_s": 2.0}, timeout_s=4.0)
+    job.wait_until_ready(2)
+    pids = [job.process.pid, job.worker_pid(0), job.worker_pid(1)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(6.0)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(1.5)
+    job.process.terminate()
+    assert job.wait() == 75
+    assert job.err == ""
 
 
 def test_no_worker_outlives_a_killed_agent(start_agent: StartAgent) -> None:

@@ -12,7 +12,7 @@ from benchmarks.rank_pool import RankPool
 from benchmarks.slice_devices import find_slices
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
-from tests.parallel.test_ddp import assert_both_are_trained, different_micro_batches, trained_branches
+from tests.parallel.test_ddp import assert_both_are_trained, no_batch_norm, trained_branches
 from tests.parallel.test_exposed import SETUPS, Trunk
 from tests.tiny_run import Parts, build
 from tests.tiny_task import points
@@ -114,6 +114,7 @@ def test_workers_that_use_different_parameters_exchange_gradients_and_statistics
     assert_both_are_trained(pool.run(trained_branches, 4, through_host))
 
 
-def test_a_worker_that_comes_to_no_batch_norm_is_refused(pool: RankPool) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_worker_that_comes_to_no_batch_norm_is_refused(pool: RankPool, accumulate: int) -> None:
     said = "rank 0 is at the batch norm branches.1.1 and rank 1 at the end of its micro-batch"
-    assert pool.run(different_micro_batches, 2) == [said] * 2
+    assert pool.run(no_batch_norm, 2, accumulate) == [said] * 2

@@ -73,7 +73,7 @@ def test_workers_on_several_nodes() -> None:
         (["--workers", "1,2", "--epochs", "1"], "--epochs 1 was set"),
         (["--workers", "1,2", "--num-gpus", "2"], "leave it out: --workers 1,2 says how many"),
         (["--num-gpus", "2"], "leave it out, and set --workers"),
-        (["--workers", "1,2", "--run-name", "x"], "run_name was set"),
+        (["--workers", "1,2", "--run-name", "x"], "--run-name was set"),
         (["--workers", "1,2", "--resume", "x"], "set --output FOLDER"),
         (["--workers", "1,2", "--resume", "--output", "o"], "leave it out: --output o is enough"),
         (["--workers", "1,2", "--grow-batch", "1:2x"], "epochs must be alike"),
