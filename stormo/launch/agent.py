@@ -37,7 +37,7 @@ from stormo.system.process import is_stopped
 from stormo.system.signals import SignalQueue, stopping_text
 
 _SEND_TIMEOUT_S = 1.0
-_AWAY_S = 5.0  # between two looks at the heartbeats: this process stood still, perhaps with its workers
+_AWAY_S = 5.0  # between two looks at the heartbeats: this process was stopped, perhaps with its workers
 
 
 def run_node(
@@ -301,11 +301,11 @@ class Agent:
             worker.stopped_since = (worker.stopped_since or now) if holds_others else None
             if not is_silent:
                 continue
-            stays_stopped = holds_others and now - (worker.stopped_since or now) > self._timeouts.stopped_s
+            stopped_s = 0.0 if worker.stopped_since is None else now - worker.stopped_since
             who = f"rank {worker.rank} (pid {worker.pid})"
             what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
             may_be_silent = worker.heard_at is None and self._timeouts.runs_script  # a script that has not joined yet
-            if stays_stopped or (silent_s > limit_s and not may_be_silent):
+            if stopped_s > self._timeouts.stopped_s or (silent_s > limit_s and not may_be_silent):
                 worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
                 self._add(worker.failure)
             elif worker.silent_since is None and (worker.heard_at is not None or holds_others):

@@ -167,9 +167,8 @@ def of_early_exit(*, rank: int, host: str) -> Failure:
 
 def of_stop(number: int, *, rank: int, host: str, is_script: bool) -> Failure:
     """The failure of a rank that a stop signal ended before it could save."""
-    what, exit_code = stopped_early(number), stop_exit_code(number)
-    if is_script:
-        what = f"was ended by {signal_name(number)}: its script had not read world.stop_requested yet"
+    in_script = f"was ended by {signal_name(number)}: its script had not read world.stop_requested yet"
+    what, exit_code = in_script if is_script else stopped_early(number), stop_exit_code(number)
     return Failure(kind="stopped", who=f"rank {rank}", host=host, what=what, exit_code=exit_code, rank=rank)
 
 

@@ -30,7 +30,7 @@ _LAST_WORDS = re.compile(
     rb"""(?m)^(?:\[rank \d+\] )?(?:(?:  \+ Exception Group )?Traceback \(most|  File "|(?i:usage): .*\[)"""
 )
 _LAST_WORDS_HOLD_S = 5.0
-_TRACE_HOLD_S = 5.0  # for another node to report its cause
+_TRACE_HOLD_S = 5.0  # for another node to report the cause of a trace
 _NCCL_ERROR_HOLD_S = 10.0  # torch's watchdog of NCCL logs an error 6 s before it ends the process
 
 
@@ -111,8 +111,8 @@ def read_rest(streams: Sequence[_StreamT], read: Callable[[_StreamT], None]) -> 
             return
 
 
-def _hold_s(line: bytes) -> float:
-    """How long a line on stderr waits for what may have to come before it."""
+def _cause_s(line: bytes) -> float:
+    """How long a line on stderr waits for the cause of what it says."""
     if is_nccl_error(line):
         return _NCCL_ERROR_HOLD_S
     if is_native_trace(line):
@@ -139,7 +139,7 @@ class LogMultiplexer:
         if stream.target_fd == STDOUT:
             write_all(STDOUT, b"".join(lines))
         elif not self._cause_shown:  # afterwards only consequences come
-            until = time.monotonic() + max([self._hold_s, *map(_hold_s, lines)])
+            until = time.monotonic() + max([self._hold_s, *map(_cause_s, lines)])
             self._held.extend((until, stream.rank, line) for line in lines)
 
     def show_held_lines(self, *, at_once: bool = False) -> None:

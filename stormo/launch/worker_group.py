@@ -32,7 +32,7 @@ class AgentTimeouts:
     """How long the agent waits for what."""
 
     silent_warning_s: float = 15.0  # without a heartbeat from a worker, until a warning
-    stopped_s: float = 15.0  # more, until a stopped worker ends a job of several
+    stopped_s: float = 15.0  # more, if a signal has stopped the worker, until that ends a job of several
     stop_s: float = 30.0  # for workers to end after SIGTERM
     interrupted_s: float | None = None  # for workers to end after Ctrl-C; None for those that first save their work
     hold_s: float = 0.2  # lines on stderr, so that the cause of a failure comes before its consequences

@@ -247,6 +247,12 @@ def convert_sync_batch_norm(module: nn.Module, reduce: Reduce) -> nn.Module:
     return module
 
 
+def synchronised_norms(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers whose statistics are summed over ranks, with their names."""
+    norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
+    return [(name, layer) for name, layer in norms if layer.reduce is not None]
+
+
 class _Absence:
     """Replaces the `train` of a layer that gets padding: keeps it in evaluation mode until `end`."""
 

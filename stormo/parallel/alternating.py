@@ -7,7 +7,7 @@ gradients after backward: torch's DDP expects every parameter to be reached in e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class Alternating(Strategy):
         self._turn = self._names[0]
         return made
 
-    def _may_differ_in_norms(self, model: nn.Module) -> bool:
+    def _may_differ_in_norms(self, model: nn.Module, norms: Iterable[str]) -> bool:
         return True  # in the turn of one optimizer, those of the others need no gradient
 
     def _meter(self) -> None:

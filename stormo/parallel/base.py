@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from stormo.layers.sync_batch_norm import (
     convert_sync_batch_norm,
     local_statistics,
     set_absent,
+    synchronised_norms,
 )
 from stormo.optim import schedule_free
 from stormo.optim.muon import Muon
@@ -55,7 +56,7 @@ from stormo.parallel.gradient_noise import GradientNoise, NoiseScaleMeter, total
 from stormo.parallel.host_sum import open_host_sum
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
-from stormo.parallel.norm_order import NormOrder, synchronised_norms
+from stormo.parallel.norm_order import NormOrder
 from stormo.parallel.parameter_shards import ParameterShard, whole_shard
 from stormo.parallel.weight_average import WeightAverage
 from stormo.tasks.returned import make_model, read_loss, without_gradient
@@ -154,18 +155,17 @@ class Strategy:
     def _convert_batch_norms(self, model: nn.Module) -> nn.Module:
         if self._settings.speed.sync_batch_norm and self.world.data.size > 1:
             model = convert_sync_batch_norm(model, self._statistics_sum())
-            if self._may_differ_in_norms(model) and self.world.data.size == self.world.size:
+            norms = [name for name, _ in synchronised_norms(model)]
+            if norms and self.world.data.size == self.world.size and self._may_differ_in_norms(model, norms):
                 self._norm_order = NormOrder(self.world, model)
         if self._settings.batch.ghost_batch_size is not None:
             model = convert_ghost_batch_norm(model, self._settings.batch.ghost_batch_size)
         return model
 
-    def _may_differ_in_norms(self, model: nn.Module) -> bool:
+    def _may_differ_in_norms(self, model: nn.Module, norms: Iterable[str]) -> bool:
         """Whether workers may be at different batch norms: DDP notices only those whose parameters it trains."""
-        return self.task.find_unused or not all(
-            any(parameter.requires_grad for parameter in cast(nn.Module, norm).parameters())
-            for _, norm in synchronised_norms(model)
-        )
+        trained = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return self.task.find_unused or not trained.issuperset(norms)
 
     def _statistics_sum(self) -> Reduce:
         """How the statistics of batch norm are summed: their messages are small, and the computation waits for them."""

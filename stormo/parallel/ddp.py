@@ -21,13 +21,13 @@ from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch.torch_errors import unreduced_parameters
+from stormo.layers.sync_batch_norm import synchronised_norms
 from stormo.optim.table import skip_compiler_import
 from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
 from stormo.parallel.cuda_graph import leave_default_stream
 from stormo.parallel.exposed import queue_callback
 from stormo.parallel.gradient_noise import NoiseScaleMeter, begin_sum
-from stormo.parallel.norm_order import synchronised_norms
 from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
 
@@ -109,12 +109,12 @@ class AfterBackward:
     DDP sends the bucket of unused parameters before the sums of batch norms in backward, and that of used ones after
     them. Where workers use different parameters, two communicators of NCCL would be used in different orders: each
     worker holds its GPU for a message that another one starts later, and none continues. A worker without a batch norm
-    would wait for the gradients of another one that waits for its statistics: `begin` may refuse that.
+    would wait for the gradients of another one that waits for its statistics: `check` comes first, and refuses that.
     """
 
-    def __init__(self, average: Average, begin: Callable[[], None], device: torch.device) -> None:
+    def __init__(self, average: Average, check: Callable[[], None], device: torch.device) -> None:
         self._average = average
-        self._begin = begin
+        self._check = check
         self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
         self._held: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []
 
@@ -128,7 +128,7 @@ class AfterBackward:
         return future
 
     def _start(self) -> None:
-        self._begin()
+        self._check()
         started = [(future, self._average(bucket)) for bucket, future in self._held]
         self._held = []
         for future, average in started:

@@ -8,12 +8,7 @@ from torch import Tensor, nn
 
 from stormo.distributed.world import World
 from stormo.errors import SettingError
-from stormo.layers.sync_batch_norm import Reduce, SynchronisedNorm
-
-
-def synchronised_norms(model: nn.Module) -> list[tuple[str, SynchronisedNorm]]:
-    """The batch norms whose statistics are summed, with their names."""
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SynchronisedNorm)]
+from stormo.layers.sync_batch_norm import Reduce, synchronised_norms
 
 
 class NormOrder:
@@ -25,8 +20,7 @@ class NormOrder:
         self._names = [*(f"the batch norm {name}" for name, _ in norms), "the end of its micro-batch"]
         self._table = world.status_table()
         for number, (_, layer) in enumerate(norms):
-            if layer.reduce is not None:
-                layer.reduce = partial(self._sum, number, layer.reduce)
+            layer.reduce = partial(self._sum, number, layer.reduce)
 
     def _sum(self, number: int, reduce: Reduce, vector: Tensor) -> None:
         self._compare(number, vector.numel())  # more values in forward than in backward
@@ -34,8 +28,7 @@ class NormOrder:
 
     def end_micro_batch(self) -> None:
         """Wait for the others to come here too. All workers call it."""
-        if len(self._names) > 1:
-            self._compare(len(self._names) - 1, 0)
+        self._compare(len(self._names) - 1, 0)
 
     def _compare(self, number: int, size: int) -> None:
         self._table.post((number, size, 0))

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
-from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
+from stormo.layers.sync_batch_norm import LocalNorm, convert_sync_batch_norm, synchronised_norms
 from stormo.parallel.buckets import is_summed
 from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.pytree import tree_map_only
@@ -56,8 +56,7 @@ def wrap(
     _check_optimizers(parts, model)
     if sync_batch_norm and loop.world.size > 1:
         convert_sync_batch_norm(model, SumInModel(loop))
-        synchronised = (layer for layer in model.modules() if isinstance(layer, SynchronisedNorm))
-        loop.has_sync_norm |= any(layer.reduce is not None for layer in synchronised)
+        loop.has_sync_norm |= bool(synchronised_norms(model))
     if loop.has_sync_norm:
         loop.check.hint = (
             " If nothing else has failed: a batch norm that only some workers run waits like this, and "

@@ -30,10 +30,21 @@ STOP_WITH_75 = [["stop on", "SIGTERM"], ["stop on", "SIGUSR1"], ["stop on", "SIG
 FOREVER = [["sleep", 60]]
 TWO_WORKERS = {"num_workers": 2}
 OF_SCRIPT = {"first_sign_s": None}
+SILENT, BACK = "has sent no sign of life", "is back after"
 
 
 def first_line(job: Any) -> str:
     return str(job.err.splitlines()[0])
+
+
+def stop_for_a_while(job: Any, pid: int, seconds: float) -> None:
+    """Stop a worker until some time after the warning, and wait for its return."""
+    warnings, returns = (job.err.count(text) for text in (SILENT, BACK))
+    os.kill(pid, signal.SIGSTOP)
+    job.wait_for(lambda job: job.err.count(SILENT) == warnings + 1)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+    job.wait_for(lambda job: job.err.count(BACK) == returns + 1)
 
 
 def test_all_ranks_ending_with_0_make_0(start_agent: StartAgent) -> None:
@@ -125,9 +136,7 @@ def test_a_killed_rank_is_named_and_not_those_that_the_watchdog_of_nccl_ends(
     assert "watchdog" not in job.err
 
 
-def test_an_error_for_which_nccl_ends_a_rank_is_shown_without_its_trace(
-    start_agent: StartAgent,
-) -> None:
+def test_an_error_for_which_nccl_ends_a_rank_is_shown_without_its_trace(start_agent: StartAgent) -> None:
     error = "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9"
     more = "\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
     reason = "NET/Socket : message truncated : receiving 64 bytes instead of 32, a mismatch in collective sizes"
@@ -337,11 +346,7 @@ def test_a_silent_worker_is_warned_about_once_and_welcomed_back(start_agent: Sta
     job = start_agent({"*": STOP_WITH_75}, timeouts={"silent_warning_s": 2.0})
     job.wait_until_ready(2)
     pid = job.worker_pid(1)
-    os.kill(pid, signal.SIGSTOP)
-    job.wait_for(lambda job: "no sign of life" in job.err)
-    time.sleep(0.5)
-    os.kill(pid, signal.SIGCONT)
-    job.wait_for(lambda job: "is back after" in job.err)
+    stop_for_a_while(job, pid, 0.5)
     job.process.terminate()
     assert job.wait() == 75
     warning, back = job.err.splitlines()
@@ -387,13 +392,8 @@ def test_a_script_stopped_before_it_joins_ends_the_job_and_one_that_works_does_n
 def test_a_worker_may_be_stopped_again(start_agent: StartAgent) -> None:
     job = start_agent({"*": STOP_WITH_75}, timeouts={"silent_warning_s": 1.0, "stopped_s": 3.0})
     job.wait_until_ready(2)
-    pid = job.worker_pid(1)
-    for number in (1, 2):
-        os.kill(pid, signal.SIGSTOP)
-        job.wait_for(lambda job, number=number: job.err.count("no sign of life") == number)
-        time.sleep(1.0)
-        os.kill(pid, signal.SIGCONT)
-        job.wait_for(lambda job, number=number: job.err.count("is back after") == number)
+    for _ in range(2):
+        stop_for_a_while(job, job.worker_pid(1), 1.0)
         time.sleep(1.0)
     job.process.terminate()
     assert job.wait() == 75
@@ -404,12 +404,7 @@ def test_a_job_of_one_worker_may_be_stopped_for_a_while(start_agent: StartAgent)
         {"*": STOP_WITH_75}, node={"num_workers": 1}, timeouts={"silent_warning_s": 0.5, "stopped_s": 0.5}
     )
     job.wait_until_ready(1)
-    pid = job.worker_pid(0)
-    os.kill(pid, signal.SIGSTOP)
-    job.wait_for(lambda job: "no sign of life" in job.err)
-    time.sleep(2.0)
-    os.kill(pid, signal.SIGCONT)
-    job.wait_for(lambda job: "is back after" in job.err)
+    stop_for_a_while(job, job.worker_pid(0), 2.0)
     job.process.terminate()
     assert job.wait() == 75
 

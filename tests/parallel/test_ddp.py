@@ -19,10 +19,11 @@ from stormo.config.link import Link
 from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
+from stormo.layers.norm_act import NormAct
+from stormo.layers.sync_batch_norm import synchronised_norms
 from stormo.parallel import base, ddp, fsdp
 from stormo.parallel.base import Strategy
 from stormo.parallel.ddp import AfterBackward, DataParallel, Ddp
-from stormo.parallel.norm_order import synchronised_norms
 from tests.tiny_run import assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
 
@@ -235,7 +236,6 @@ def trained_branches(world: World, through_host: bool = False) -> list[list[Any]
     assert isinstance(model, Forked)
     model.place = world.rank % 2
     for _, norm in synchronised_norms(model):
-        assert norm.reduce is not None
         norm.reduce = partial(_recorded, calls, "s", norm.reduce)
     parts.strategy.warm_up(parts.loader)
     before = [weight.detach().cpu().numpy().copy() for weight in parts.strategy.weights()]
@@ -249,6 +249,27 @@ def assert_both_are_trained(weights_by_rank: list[list[list[Any]]]) -> None:
     for _, weights in others:
         assert all((one == other).all() for one, other in zip(weights, first, strict=True))
     assert not [weight.shape for weight, old in zip(first, before, strict=True) if (weight == old).all()]
+
+
+class WithNormAct(Branches):
+    """A layer that can be synchronised."""
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.register_module("spare", NormAct(4))
+        return made
+
+
+def _waits_for_backward(world: World, sync_batch_norm: bool) -> bool:
+    made: list[AfterBackward] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp, "AfterBackward", lambda *parts: made.append(AfterBackward(*parts)) or made[-1])
+        build(world, {"num_train": 64}, task_class=WithNormAct, strategy="ddp", sync_batch_norm=sync_batch_norm)
+    return bool(made)
+
+
+def test_gradients_wait_for_backward_only_where_statistics_are_summed(run_ranks: Ranks) -> None:
+    assert [run_ranks(_waits_for_backward, 2, is_summed) for is_summed in (True, False)] == [[True] * 2, [False] * 2]
 
 
 class NormedBranches(Branches):
