@@ -31,7 +31,7 @@ _LAST_WORDS = re.compile(
 )
 _LAST_WORDS_HOLD_S = 5.0
 _TRACE_HOLD_S = 5.0  # for another node to report the cause of a trace
-_NCCL_ERROR_HOLD_S = 10.0  # torch's watchdog of NCCL logs an error 6 s before it ends the process
+_NCCL_ERROR_HOLD_S = 30.0  # torch's watchdog of NCCL logs an error 6 s before it ends the process, on busy cores more
 
 
 class LineBuffer:

@@ -101,7 +101,7 @@ def test_traces_of_native_code_wait_for_their_cause(
 
 def test_an_error_of_nccl_waits_for_the_watchdog_and_a_warning_less(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
-    for letter, held_s in (("W", 5.0), ("E", 10.0)):
+    for letter, held_s in (("W", 5.0), ("E", 30.0)):
         log, stream, now = LogMultiplexer(hold_s=0.0), Stream(reader, STDERR, rank=0, prefix=b""), time.monotonic()
         monkeypatch.setattr("stormo.launch.output.time.monotonic", lambda now=now: now)
         log.take(stream, [f"[rank2]:[{letter}1118 03:05:11.1 ProcessGroupNCCL.cpp:2057] [PG ID 0] Process\n".encode()])

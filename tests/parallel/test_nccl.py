@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.rank_pool import RankPool
+from benchmarks.rank_pool import RankFailedError, RankPool
 from benchmarks.slice_devices import find_slices
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
@@ -114,7 +115,14 @@ def test_workers_that_use_different_parameters_exchange_gradients_and_statistics
     assert_both_are_trained(pool.run(trained_branches, 4, through_host))
 
 
+def _note_refusal(world: World, accumulate: int, folder: str) -> None:
+    (Path(folder) / str(world.rank)).write_text(no_batch_norm(world, accumulate))
+    raise RuntimeError("refused")  # closing the world would wait for what DDP has sent and the other worker has not
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_worker_that_comes_to_no_batch_norm_is_refused(pool: RankPool, accumulate: int) -> None:
+def test_a_worker_that_comes_to_no_batch_norm_is_refused(pool: RankPool, accumulate: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="refused"):
+        pool.run(_note_refusal, 2, accumulate, str(tmp_path))
     said = "rank 0 is at the batch norm branches.1.1 and rank 1 at the end of its micro-batch"
-    assert pool.run(no_batch_norm, 2, accumulate) == [said] * 2
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [said] * 2
