@@ -24,15 +24,17 @@ from stormo.config.link import Link
 from stormo.config.mesh import Mesh
 from stormo.distributed.parallel_dims import DATA, ParallelDims, SubGroup
 from stormo.distributed.status_table import StatusTable, float_to_int
-from stormo.distributed.store import PeerFailedError, Store, within
+from stormo.distributed.store import PeerFailedError, PeerMissingError, Store, within
 from stormo.errors import SettingError, StormoError
 from stormo.launch.address import interface_towards
 from stormo.launch.rank_info import RankInfo
+from stormo.launch.torch_errors import PeerLoss
 
 _Result = TypeVar("_Result")
 _COALESCED_BYTES = 2**25  # of small tensors that are sent as one message
 _LONG_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead worker ends the job by other means
 _RELEASE_S = 0.05
+_DEVICE_POLL_S = 0.0002
 # NCCL's watchdog first waits four times this long for a dump of its last collectives, which nobody reads here. In these
 # 6 s the launcher finds the cause and ends the process; else the watchdog does, with its trace.
 _WATCHDOG = {
@@ -365,6 +367,26 @@ class World:
         if lag not in self._vote_tables:
             self._vote_tables[lag] = self.status_table(lag)
         return self._vote_tables[lag]
+
+    def wait_for_device(self) -> None:
+        """Wait until this worker's device has done all that was started."""
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self.device))
+            self.wait_for(done)
+            torch.cuda.synchronize(self.device)
+
+    def wait_for(self, done: torch.cuda.Event) -> None:
+        """Wait for the device, and raise as NCCL does if it waits too long for another worker.
+
+        NCCL's watchdog does not see the collectives of a replayed CUDA graph. Nor does the host spin: NCCL's threads
+        need the cores.
+        """
+        began_s, timeout_s = time.monotonic(), self.timeout.total_seconds()
+        while not done.query():
+            if self.size > 1 and time.monotonic() - began_s > timeout_s:
+                raise PeerMissingError(f"the device waited {timeout_s:g} s", PeerLoss(waited_s=timeout_s))
+            time.sleep(_DEVICE_POLL_S)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -143,10 +143,14 @@ class LogMultiplexer:
             self._held.extend((until, stream.rank, line) for line in lines)
 
     def show_held_lines(self, *, at_once: bool = False) -> None:
-        """Show the lines that have waited long enough."""
-        now = time.monotonic()
-        while self._held and (at_once or now >= self._held[0][0]):
-            _, rank, line = self._held.popleft()
+        """Show the lines that have waited long enough, those of a worker in their order."""
+        now, held, waiting = time.monotonic(), self._held, set[int]()
+        self._held = deque()
+        for until, rank, line in held:
+            if not at_once and (now < until or rank in waiting):
+                waiting.add(rank)
+                self._held.append((until, rank, line))
+                continue
             self._last_lines[rank].append(line)
             write_all(STDERR, line)
 

@@ -366,8 +366,14 @@ class Strategy:
         if is_full and self._graph is not None:
             loss = self._graph.replay(batch.data)
             if loss is not None:
-                self._replayed()
                 return loss
+            if self.world.size > 1:  # the others have started to replay
+                raise SettingError(
+                    "--graph is in force on several workers",
+                    f"the batch of rank {self.world.rank} has another shape than the captured one, and gradients are "
+                    "exchanged inside a replay: all replay a step or none",
+                    "set --no-graph, or let the task make all batches of one shape",
+                )
         model = self._model if is_full else self._eager
         try:
             sync, timing = self._gradient_sync(span.is_last), no_cudnn_benchmark(self._is_short_step(batch))
@@ -707,9 +713,6 @@ class Strategy:
         """Go on without a CUDA graph, and say why."""
         text = f"Steps are run by Python, not replayed as a CUDA graph: {reason}."
         (self.warnings if self._settings.speed.graph else self.notices).append(text)
-
-    def _replayed(self) -> None:
-        """Called after a micro-batch was replayed."""
 
     def close(self) -> None:
         """Free the CUDA graph: while one holds collectives, NCCL does not end."""

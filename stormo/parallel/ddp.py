@@ -249,11 +249,6 @@ class Ddp(Replicated):
             self.powersgd.is_rehearsal = self._is_warming_up
         return super().micro_step(batch)
 
-    def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
-        if is_last and self._hook_meter is not None:
-            self._hook_meter.begin_exchange()
-        return super()._gradient_sync(is_last)
-
     def _backward(self, loss: Tensor) -> None:
         try:
             super()._backward(loss)
@@ -266,12 +261,9 @@ class Ddp(Replicated):
         return self.module  # DDP's hooks act only after its own forward
 
     def _capture(self, batch: Batch) -> str | None:
-        with nullcontext() if self._hook_meter is None else self._hook_meter.capturing():
+        meter = self._hook_meter if self.loss_weights.is_plain else None
+        with nullcontext() if meter is None else meter.capturing():
             return super()._capture(batch)
-
-    def _replayed(self) -> None:
-        if self._hook_meter is not None:
-            self._hook_meter.replayed()
 
 
 class DataParallel(Strategy):

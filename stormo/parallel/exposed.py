@@ -119,15 +119,36 @@ def queue_callback(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+class HostCopy:
+    """The newest values of a tensor that have arrived on the host; on a GPU they are some steps old."""
+
+    def __init__(self, tensor: Tensor, values: list[float]) -> None:
+        """`values` are those of the tensor now."""
+        self._values = values
+        self._copied = torch.cuda.Event() if tensor.is_cuda else None
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self.is_copying = False
+
+    def begin(self, tensor: Tensor) -> None:
+        """Start to copy the tensor."""
+        self._copy.copy_(tensor, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self.is_copying = True
+
+    def read(self) -> list[float]:
+        """The newest values that have arrived."""
+        if self.is_copying and (self._copied is None or self._copied.query()):
+            self._values, self.is_copying = self._copy.tolist(), False
+        return self._values
+
+
 class _DeviceCounter:
     """Adds up intervals of the current stream in nanoseconds of the device's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._began_and_total = torch.zeros(2, dtype=torch.int64, device=device)
-        self._copy = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        self._copied = torch.cuda.Event()
-        self._total_s = 0.0
-        self._is_copying = False
+        self._on_host = HostCopy(self._began_and_total, [0, 0])
 
     def mark(self, *, is_end: bool) -> None:
         """Keep the time, or add the time since then."""
@@ -138,17 +159,11 @@ class _DeviceCounter:
     def reset(self) -> None:
         """Start again at zero."""
         self._began_and_total.zero_()
-        if self._is_copying:
-            self._copied.synchronize()
-        self._is_copying, self._total_s = False, 0.0
+        self._on_host = HostCopy(self._began_and_total, [0, 0])
 
     def read_s(self) -> float:
         """The newest total that has arrived; asks for the next one."""
-        if self._is_copying and not self._copied.query():
-            return self._total_s
-        if self._is_copying:
-            self._total_s = int(self._copy[1]) * 1e-9
-        self._copy.copy_(self._began_and_total, non_blocking=True)
-        self._copied.record()
-        self._is_copying = True
-        return self._total_s
+        total_s = self._on_host.read()[1] * 1e-9
+        if not self._on_host.is_copying:
+            self._on_host.begin(self._began_and_total)
+        return total_s

@@ -26,6 +26,7 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.optim.noise import Chunk, ScaleRows, add_noise, annealed_sigma, factor_sigma, sample_factors
 from stormo.optim.noise_scale import NUM_MOMENTS, NoiseScale, estimate, fold, solve
+from stormo.parallel.exposed import HostCopy
 from stormo.parallel.pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 
@@ -131,6 +132,7 @@ class NoiseScaleMeter:
     def __init__(self, world: World) -> None:
         self._world = world
         self._moments = torch.zeros(NUM_MOMENTS, dtype=torch.float64, device=world.device)
+        self._on_host = HostCopy(self._moments, [0.0] * NUM_MOMENTS)
         self._span: MicroBatch | None = None  # the first micro-batch of the step
         self._accumulate, self._sigma = 1, 0.0
         self._is_measuring = False
@@ -143,7 +145,8 @@ class NoiseScaleMeter:
 
     def begin(self, span: MicroBatch, accumulate: int, sigma: float, step: int) -> None:
         """Start a step of so many micro-batches with this one; factors have this standard deviation."""
-        self._span, self._accumulate, self._sigma, self._norms = span, accumulate, sigma, []
+        self._span, self._accumulate, self._sigma = span, accumulate, sigma
+        self._norms = list(self._captured)  # which a replay writes; an exchange by Python begins anew
         self._is_measuring = step < _DENSE_STEPS or step % _SPARSE == 0  # by the step, so that a resume changes nothing
 
     def forget(self) -> None:
@@ -160,15 +163,6 @@ class NoiseScaleMeter:
             self._captured = self._norms
             self.forget()
 
-    def replayed(self) -> None:
-        """A replay has written the norms."""
-        if self._is_measuring:
-            self._norms = list(self._captured)
-
-    def begin_exchange(self) -> None:
-        """The micro-batch starts whose gradients are exchanged."""
-        self._norms = []
-
     def see(self, gradient: Tensor, factor: float = 1.0) -> None:
         """Take a piece of this worker's own gradient, times a factor, before it is exchanged."""
         if self._is_measuring:
@@ -178,6 +172,8 @@ class NoiseScaleMeter:
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's mean of a bucket over the workers, to the last bit, after `see`."""
         buffer = bucket.buffer()
+        if bucket.index() == 0:
+            self._norms = []  # of a replay, or of a pass that is captured later
         if buffer.layout is not torch.strided:
             return begin_sum(buffer.div_(self._world.size))  # a sparse gradient has its own bucket, and is not measured
         if self._divides:
@@ -194,7 +190,7 @@ class NoiseScaleMeter:
     @property
     def is_due(self) -> bool:
         """Whether this step is measured, so that `end` needs the norm of its whole gradient."""
-        return bool(self._norms)
+        return self._is_measuring and bool(self._norms)
 
     def end(self, norm: Tensor, scale: Tensor | None) -> None:
         """End a step whose whole gradient has this norm; the pieces were multiplied by the loss scale."""
@@ -255,11 +251,12 @@ class NoiseScaleMeter:
         if work is not None:
             work.wait()
         self._moments = fold(self._moments, block)
+        self._on_host.begin(self._moments)
         self._sent = None
 
     def read(self) -> NoiseScale:
-        """The estimate of all received blocks; waits for the device, without communication."""
-        return estimate(self._moments.tolist())
+        """The estimate of the blocks received so far; on a GPU of those that have reached the host."""
+        return estimate(self._on_host.read())
 
     def state(self) -> list[float]:
         """The state for a checkpoint. It ends the current block, so all workers call it."""
@@ -272,6 +269,7 @@ class NoiseScaleMeter:
         """Resume from a `state`, with any number of workers."""
         self._norms, self._block, self._sent = [], [], None
         self._moments = torch.tensor(state, dtype=torch.float64, device=self._world.device)
+        self._on_host = HostCopy(self._moments, list(state))
 
 
 def begin_sum(

@@ -84,16 +84,16 @@ class TrainingClock:
 
     def start(self) -> None:
         """Start to count."""
-        self._synchronize()
+        self._world.wait_for_device()
+        self._node_recorder.enter("training", self._progress.step, self.waiting_s())  # may read counters
         self._started_s = time.perf_counter()
         self._loader.wait_s = 0.0
-        self._node_recorder.enter("training", self._progress.step, self.waiting_s())
         if self._energy_mark is None:
             self._energy_mark = self._node_recorder.mark()
 
     def pause(self) -> None:
         """Add the time since `start`, of the slowest rank, to the progress. All ranks call it."""
-        self._synchronize()
+        self._world.wait_for_device()
         assert self._started_s is not None
         own_s, own_wait_s = time.perf_counter() - self._started_s, self._loader.wait_s
         self._node_recorder.enter("idle", self._progress.step, self.waiting_s())
@@ -179,10 +179,6 @@ class TrainingClock:
             used, reserved = self._memory.used_bytes(), self._memory.reserved_bytes()
         used, reserved = self._world.max(torch.tensor([used, reserved], dtype=torch.int64)).tolist()
         return used, None if self._memory is None else reserved
-
-    def _synchronize(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
 
 
 def open_node_recorder(world: World, *, devices_per_worker: int, is_on: bool) -> AnyNodeRecorder:

@@ -6,13 +6,14 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from stormo.distributed.store import PeerFailedError, is_secondary
+from stormo.distributed.store import PeerFailedError, PeerMissingError, is_secondary
 from stormo.distributed.world import AsyncAllReduce, World
 from stormo.errors import SettingError, StormoError
 from stormo.launch import alone
@@ -359,3 +360,32 @@ def test_the_watchdog_of_nccl_gives_up_soon_unless_the_user_wants_its_dump(
     World(alone(), torch.device("cpu"), backend="nccl", needs_group=True)
     assert environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC") == dump_wait
     assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == set_by_user.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+
+
+class _Busy:
+    """An event of a device that is done at the third look, or never."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks <= 0
+
+
+def _waited(world: World) -> str:
+    world.wait_for(cast(Any, _Busy(3)))
+    world.timeout = timedelta(seconds=0.02)
+    if world.size == 1:
+        world.wait_for(cast(Any, _Busy(400)))  # for which nobody but its own device is to blame
+        return ""
+    with pytest.raises(PeerMissingError) as missing:
+        world.wait_for(cast(Any, _Busy(math.inf)))
+    assert missing.value.peer_loss.waited_s == 0.02
+    assert is_secondary(missing.value)
+    return str(missing.value)
+
+
+def test_a_device_that_waits_for_another_worker_has_a_time_limit(run_ranks: Ranks) -> None:
+    assert run_ranks(_waited, 2) == ["the device waited 0.02 s"] * 2
+    assert run_ranks(_waited, 1) == [""]

@@ -41,6 +41,17 @@ class Raises(Uncounted):
 """
 
 
+STALLS_ITS_DEVICE = """
+import torch
+from tests.uncounted_task import Uncounted
+
+class Stalls(Uncounted):
+    def on_step_end(self, context):
+        if context.step == 40 and torch.distributed.get_rank() == 1:
+            torch.cuda._sleep(10**13)  # more than an hour; the process itself is well
+"""
+
+
 def command(folder: Path, *words: str, task: str = TASK) -> list[str]:
     runs = ["--runs-folder", str(folder / "runs")]
     return [sys.executable, "-m", "stormo", "train", task, *FLAGS.split(), *runs, *words]
@@ -109,6 +120,14 @@ def test_a_rank_that_raises_just_before_its_step_is_captured(start_program: Star
     lines = lines_of(start_program(command(tmp_path, "--num-gpus", "4", "--graph", task=f"{task}:Raises"), **slices))
     assert lines[0].startswith("stormo: rank 1 on host ")
     assert lines[0].endswith("failed: ValueError: the task fails on purpose")
+
+
+def test_a_device_that_stalls_while_steps_are_replayed(start_program: StartProgram, tmp_path: Path) -> None:
+    task = tmp_path / "stalls.py"
+    task.write_text(STALLS_ITS_DEVICE)
+    slices = find_slices().take(0, 4).of_command()
+    lines = lines_of(start_program(command(tmp_path, "--num-gpus", "4", "--graph", task=f"{task}:Stalls"), **slices))
+    assert "waited 20 s" in lines[0]  # NCCL's watchdog does not see what is replayed
 
 
 def test_a_rank_that_exits(failed: Failed) -> None:

@@ -114,6 +114,21 @@ def test_an_error_of_nccl_waits_for_the_watchdog_and_a_warning_less(monkeypatch:
     os.close(writer)
 
 
+def test_lines_that_wait_hold_those_of_their_own_worker_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    log = LogMultiplexer(hold_s=0.0)
+    first, second = (Stream(reader, STDERR, rank=rank, prefix=b"") for rank in range(2))
+    log.take(first, [b"[rank0]:[E1118 03:05:11.1 ProcessGroupNCCL.cpp:2057] [PG ID 0] Process\n"])
+    log.take(first, [b"of rank 0\n"])
+    log.take(second, [b"of rank 1\n", b"again\n"])
+    log.show_held_lines()
+    assert capfd.readouterr().err == "of rank 1\nagain\n"
+    log.show_held_lines(at_once=True)
+    assert capfd.readouterr().err.splitlines()[1:] == ["of rank 0"]
+    os.close(reader)
+    os.close(writer)
+
+
 @pytest.mark.parametrize(
     ("chunk", "is_held"),
     [

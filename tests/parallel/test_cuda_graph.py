@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -37,16 +37,17 @@ from stormo.training.state import Progress, RunState
 from tests import tiny_run
 from tests.tiny_run import Parts, assert_same_bits, whole_state
 
+Ranks = Callable[..., list[Any]]
 H200 = Gpu(name="NVIDIA H200", memory_bytes=141 * 2**30, capability=(9, 0))
-FACTS = Facts(num_train=1000, num_validation=100)
+FACTS = Facts(num_train=1000, num_validation=100, train_bytes=2**20)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def _plan(num_gpus: int, **flags: Any) -> Plan:
+def _plan(num_gpus: int, facts: Facts = FACTS, **flags: Any) -> Plan:
     config: TrainConfig = options.make_config(flags, None)
-    return resolve(config, resolve_layout(config, [H200] * num_gpus), FACTS)
+    return resolve(config, resolve_layout(config, [H200] * num_gpus), facts)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,15 @@ def test_a_step_of_fsdp_is_replayed_only_where_that_is_asked_for() -> None:
     assert not plan.graph
     assert "where --graph asks for it" in dict(plan.explanation)["graph"]
     assert _plan(4, strategy="fsdp", graph=True).graph
+
+
+def test_steps_of_several_workers_are_replayed_where_all_batches_have_one_shape() -> None:
+    facts = replace(FACTS, train_bytes=None)  # a Dataset
+    assert _plan(1, facts).graph
+    plan = _plan(4, facts)
+    assert not plan.graph
+    assert "batches of a Dataset may differ in shape" in dict(plan.explanation)["graph"]
+    assert _plan(4, facts, graph=True).graph
 
 
 # --- what is refused, without a device --------------------------------------------------------------------------------
@@ -438,6 +448,20 @@ def test_losses_with_counts_are_replayed_as_they_are_computed_without_waiting(pr
             finally:
                 torch.cuda.set_sync_debug_mode(0)
     assert_same_bits(*states)
+
+
+def _without_a_replay(world: World) -> str:
+    parts = tiny_run.build(world, {"num_train": 64}, global_batch_size=16, strategy="ddp")
+    parts.strategy._graph = cast(Any, SimpleNamespace(replay=lambda data: None))  # a batch of another shape
+    with pytest.raises(SettingError) as refused:
+        parts.strategy.micro_step(next(parts.loader.epoch(1)))
+    return str(refused.value)
+
+
+def test_a_worker_that_cannot_replay_does_not_leave_the_others_in_their_replays(run_ranks: Ranks) -> None:
+    for rank, said in enumerate(run_ranks(_without_a_replay, 2)):
+        assert f"the batch of rank {rank} has another shape than the captured one" in said
+        assert "set --no-graph" in said
 
 
 @pytest.mark.gpu

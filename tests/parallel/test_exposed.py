@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stormo.distributed.world import World
-from stormo.parallel.exposed import ExposedWait
+from stormo.parallel.exposed import ExposedWait, HostCopy
 from tests.tiny_run import build, steps
 from tests.tiny_task import Tiny
 
@@ -101,3 +102,22 @@ def test_a_wait_inside_another_one_counts_once() -> None:
     assert 0.05 <= wait.total_s <= time.perf_counter() - began_s
     wait.reset()
     assert wait.total_s == 0.0
+
+
+def test_the_host_reads_what_has_arrived() -> None:
+    values = torch.tensor([1.0, 2.0])
+    copy = HostCopy(values, values.tolist())
+    copy._copied = cast(Any, SimpleNamespace(record=lambda: None, query=lambda: has_arrived))
+    has_arrived = False
+    copy.begin(values * 10)
+    assert copy.read() == [1.0, 2.0]
+    assert copy.is_copying
+    has_arrived = True
+    assert copy.read() == [10.0, 20.0]
+    assert not copy.is_copying
+
+
+def test_on_a_cpu_it_is_there_at_once() -> None:
+    copy = HostCopy(torch.zeros(1), [0.0])
+    copy.begin(torch.ones(1))
+    assert copy.read() == [1.0]

@@ -46,6 +46,8 @@ def _train(parts: Parts, num_steps: int, before: Callable[[int], None] = lambda 
         parts.strategy.step(parts.plan.learning_rate)
         parts.state.progress.advance(parts.loader.samples(batch.span))
         parts.strategy.exchange_weights()
+        if parts.strategy.noise_scale is not None:
+            parts.strategy.noise_scale.read()  # as the records of steps do
 
 
 def _trained_without_waiting(world: World, flags: dict[str, Any]) -> bool:

@@ -114,7 +114,7 @@ def choose_autotune(config: TrainConfig, layout: Layout, seconds: float | None) 
 
 
 def choose_graph(
-    config: TrainConfig, layout: Layout, compiled: bool, is_short: bool, accumulate: int
+    config: TrainConfig, layout: Layout, facts: Facts | None, compiled: bool, is_short: bool, accumulate: int
 ) -> tuple[bool, str]:
     """Whether a step is replayed as a CUDA graph, and why."""
     asked = config.speed.graph
@@ -130,6 +130,11 @@ def choose_graph(
             "set --no-graph, or --strategy ddp",
         ),
         (asked is None and layout.is_sharded, "a step with sharded weights is captured where --graph asks for it", ""),
+        (
+            asked is None and layout.world_size > 1 and facts is not None and facts.train_bytes is None,
+            "workers replay a step together, and batches of a Dataset may differ in shape; --graph if they do not",
+            "",
+        ),
         (config.sharding.offload, "offloaded weights are copied by Python", "leave out --offload"),
         (
             layout.backend == "gloo" and layout.world_size > 1,

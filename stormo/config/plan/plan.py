@@ -155,7 +155,7 @@ def check_settings(config: TrainConfig, layout: Layout) -> None:
     """Refuse what cannot hold for any data."""
     check_numbers(config)
     check_parallelism(config, layout)
-    choose_graph(config, layout, compiled=False, is_short=False, accumulate=1)  # may refuse --graph
+    choose_graph(config, layout, None, compiled=False, is_short=False, accumulate=1)  # may refuse --graph
 
 
 def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
@@ -194,7 +194,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     channels_last, layout_reason = choose_channels_last(config, layout, precision, compiled)
     autotune, autotune_reason = choose_autotune(config, layout, seconds)
     is_short = global_batch_size > facts.num_train
-    graph, graph_reason = choose_graph(config, layout, compiled, is_short, config.batch.accumulate)
+    graph, graph_reason = choose_graph(config, layout, facts, compiled, is_short, config.batch.accumulate)
     checkpoints, checkpoint_text = choose_checkpoints(config, steps_per_epoch)
     averaging, averaging_line = choose_averaging(config, layout, stages, steps_per_epoch)
     loader, loader_reason = choose_loader(config, layout, facts)
@@ -290,7 +290,7 @@ def with_micro_batches(
     `graph_obstacle` says why a step should not be replayed, unless the user has set --graph.
     """
     is_short = plan.global_batch_size > plan.facts.num_train
-    graph, graph_reason = choose_graph(config, plan.layout, plan.compile, is_short, accumulate)
+    graph, graph_reason = choose_graph(config, plan.layout, plan.facts, plan.compile, is_short, accumulate)
     if graph and config.speed.graph is None and graph_obstacle is not None:
         graph, graph_reason = False, graph_obstacle
     workers = plan.layout.data_size
