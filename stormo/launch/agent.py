@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED
-from stormo.launch.control import Ended, Hello, RankEnded
+from stormo.launch.control import AWAY_S, Ended, Hello, RankEnded
 from stormo.launch.environments.local import Node
 from stormo.launch.failure import (
     CLEAN_EXIT_CODES,
@@ -37,7 +37,6 @@ from stormo.system.process import is_stopped
 from stormo.system.signals import SignalQueue, stopping_text
 
 _SEND_TIMEOUT_S = 1.0
-_AWAY_S = 5.0  # between two looks at the heartbeats: this process was stopped, perhaps with its workers
 
 
 def run_node(
@@ -289,7 +288,7 @@ class Agent:
         now = time.monotonic()
         away_s, self._looked_at = now - self._looked_at, now
         for worker in self._workers:
-            if away_s > _AWAY_S:
+            if away_s > AWAY_S:
                 worker.wait_anew()
             if not worker.running or worker.has_left or worker.failure is not None:
                 continue

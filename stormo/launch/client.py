@@ -72,7 +72,7 @@ class Client(Control):
                 self._connected()
             else:
                 self._read(key.data)
-        now = time.monotonic()
+        now = self._now([] if self._server is None else [self._server])
         if self._server is not None and self._server.is_authenticated:
             # Mostly the server's heartbeat was just answered; this is for a silent server.
             self._server.beat(step=self.step, after_s=2 * self._timeouts.heartbeat_s)

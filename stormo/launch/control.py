@@ -13,7 +13,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from stormo.launch.json_socket import JsonSocket
 from stormo.system.process import fatal_signal, pid_namespace, process_state
 
 PROTOCOL = 2
+AWAY_S = 5.0  # between two looks at the heartbeats: this process was stopped
 _MAX_OPTIONS_SHOWN = 5
 
 
@@ -174,7 +175,8 @@ class Control:
         self._secret = secret
         self._timeouts = timeouts
         self._noun = noun
-        self._deadline = time.monotonic() + timeouts.join_s
+        self._polled_at = time.monotonic()
+        self._deadline = self._polled_at + timeouts.join_s
         self._events: list[Event] = []
         self._selector = selectors.EpollSelector()  # its own descriptor can be waited on
 
@@ -187,6 +189,14 @@ class Control:
 
     def dismiss(self) -> None:
         """Stop serving: member 0 exits cleanly, and the others continue without the channel."""
+
+    def _now(self, peers: Iterable[Peer]) -> float:
+        """The time. After a pause of this process, perhaps with the whole job, heartbeats are awaited anew."""
+        before, self._polled_at = self._polled_at, time.monotonic()
+        if self._polled_at - before > AWAY_S:
+            for peer in peers:
+                peer.heard_at = self._polled_at
+        return self._polled_at
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []

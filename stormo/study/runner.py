@@ -311,6 +311,10 @@ def error_in_log(log: Path) -> str:
         text = read_bytes(log, MAX_RECORDS_BYTES).decode(errors="replace")
     except OSError:
         return "it left no output"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("stormo: ") for line in lines if line.startswith("stormo: ")]
-    return errors[0] if errors else lines[-1] if lines else "it printed nothing"
+    if errors or not lines:
+        return errors[0].strip() if errors else "it printed nothing"
+    begun = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
+    raised = [line for line in lines[begun[-1] + 1 :] if not line[0].isspace()] if begun else []
+    return (raised or lines[-1:])[0].strip()  # a message may go on below

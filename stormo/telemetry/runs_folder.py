@@ -66,7 +66,7 @@ def note_failure(folder: Path, started_unix_s: float, text: str) -> RunFolder | 
     for run in list_runs(folder):
         environment = read_environment(run) or {}
         if (environment.get("started_unix_s"), environment.get("host")) == (started_unix_s, socket.gethostname()):
-            if read_summary(run) is None:  # else rank 0 has written its end itself
+            if (read_summary(run) or {"stopped_by": "error"}).get("stopped_by") == "error":
                 with contextlib.closing(EventFile(run)) as events:
                     events.write(Notice(kind="error", text=text))
             return run
@@ -218,6 +218,7 @@ def _finished(run: RunFolder, summary: Mapping[str, Any]) -> RunOverview:
         name=run.name,
         folder=str(run.path),
         state=_STATES.get(stopped_by, stopped_by),
+        note=failure_of(current_events(read_events(run.events))) if stopped_by == "error" else None,
         task=summary.get("task"),
         world_size=summary.get("world_size"),
         epochs_run=summary.get("epochs_run"),

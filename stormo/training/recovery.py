@@ -160,7 +160,8 @@ def diagnosis(plan: Plan, diverged: Diverged) -> str:
     happened = _HAPPENED[diverged.kind].format(loss=f"{diverged.loss:.4g}")
     text = f"Diverged at step {diverged.step} (epoch {diverged.epoch}): {happened}"
     if diverged.first_loss is not None and diverged.best_loss is not None:
-        text += f"; it began at {diverged.first_loss:.4g} and was {diverged.best_loss:.4g} at its best"
+        what = "that of training" if diverged.kind == "validation" else "it"
+        text += f"; {what} began at {diverged.first_loss:.4g} and was {diverged.best_loss:.4g} at its best"
     cause = f"a learning rate that is too high ({diverged.learning_rate:.4g} at that step"
     cause += ")" if plan.warmup_start < plan.learning_rate else ", without warm-up)"
     if diverged.has_bad_inputs:

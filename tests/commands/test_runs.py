@@ -121,12 +121,16 @@ def test_an_agent_finds_the_run_of_its_workers_and_writes_why_they_failed(tmp_pa
     assert runs.overview(mine, now_unix_s=NOW_UNIX_S).state != "failed", "it was resumed"
 
 
-def test_the_end_that_rank_0_wrote_itself_stays(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "heron", started(), RunEnded(summary=summary("error")))
+@pytest.mark.parametrize(("stopped_by", "note"), [("error", "rank 0 failed"), ("signal", None)])
+def test_the_cause_stands_below_the_end_that_rank_0_wrote_itself(
+    tmp_path: Path, stopped_by: str, note: str | None
+) -> None:
+    run = make_run(tmp_path / "heron", started(), RunEnded(summary=summary(stopped_by)))
     _environment(run, 5.5)
     before = run.events.read_bytes()
     assert note_failure(tmp_path, 5.5, "rank 0 failed") == run
-    assert run.events.read_bytes() == before
+    assert (run.events.read_bytes() == before) == (note is None)
+    assert runs.overview(run, now_unix_s=NOW_UNIX_S).note == note
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,17 @@ def test_a_silent_member_is_lost(make: Make) -> None:
     assert gone.why.startswith(f"is lost: no heartbeat for 0.6 s; pid {os.getpid()}: it is ")  # they share a process
 
 
+def test_a_member_that_was_stopped_waits_anew_for_the_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, first = make(0, num_members=2), make(1, num_members=2)
+    all_started(server, first)
+    real = time.monotonic
+    for pause_s in (60.0, 120.0):  # longer than a silent member is waited for
+        monkeypatch.setattr("stormo.launch.control.time.monotonic", lambda pause_s=pause_s: real() + pause_s)
+        for member in (server, first):
+            assert member.poll() == []
+            assert member.poll() == []
+
+
 def test_heartbeats_keep_an_idle_channel_alive(make: Make) -> None:
     timeouts = ChannelTimeouts(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=0.6)
     server, first = make(0, num_members=2, timeouts=timeouts), make(1, num_members=2, timeouts=timeouts)

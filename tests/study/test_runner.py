@@ -107,6 +107,11 @@ def test_the_last_line_of_a_log_without_an_error_of_stormo(tmp_path: Path) -> No
     assert error_in_log(log) == "it left no output"
     log.write_text("Traceback\n\nValueError: no\n\n", encoding="utf-8")
     assert error_in_log(log) == "ValueError: no"
+    frames = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\n    loss()\n'
+    log.write_text(
+        f"{frames}KeyError: 1\n\nDuring it:\n\n{frames}ValueError: no\n  or yes\nperhaps\n", encoding="utf-8"
+    )
+    assert error_in_log(log) == "ValueError: no"
     log.write_text("", encoding="utf-8")
     assert error_in_log(log) == "it printed nothing"
 
