@@ -147,7 +147,8 @@ class LogMultiplexer:
         now, held, waiting = time.monotonic(), self._held, set[int]()
         self._held = deque()
         for until, rank, line in held:
-            if not at_once and (now < until or rank in waiting):
+            is_later = rank in waiting or (waiting and is_native_trace(line))  # of a worker that misses another
+            if not at_once and (now < until or is_later):
                 waiting.add(rank)
                 self._held.append((until, rank, line))
                 continue

@@ -367,7 +367,7 @@ class Strategy:
             loss = self._graph.replay(batch.data)
             if loss is not None:
                 return loss
-            if self.world.size > 1:  # the others have started to replay
+            if self.world.size > 1:  # the others may have started to replay
                 raise SettingError(
                     "--graph is in force on several workers",
                     f"the batch of rank {self.world.rank} has another shape than the captured one, and gradients are "
@@ -491,6 +491,12 @@ class Strategy:
             self.loss_weights.divide(self._gradients(), self._total_items())
         self._finish_gradients(optimizer)
         start_momentum(optimizer, may_skip=self.scaler.is_enabled())
+        if (
+            self._graph is not None
+            and not hasattr(optimizer, "_step_supports_amp_scaling")
+            and self.scaler.is_enabled()
+        ):
+            self.world.wait_for_device()  # the scaler waits there, without a time limit
         self.scaler.step(optimizer)
 
     def _set_learning_rate(self, rate: float) -> None:

@@ -165,11 +165,11 @@ class ProfileWindow:
         atexit.register(self._abandon)
         if on_gpu:
             torch.zeros(1, device=self._world.device)  # the set-up of the first kernel belongs to no step
-            self._synchronize()
+            self._world.wait_for_device()
 
     def _start(self) -> None:
         assert self._profiler is not None
-        self._synchronize()  # so that the device has finished earlier steps
+        self._world.wait_for_device()  # so that the device has finished earlier steps
         self._profiler.start_trace()
         self._is_recording = True
         self._kind_before = record_ranges("profiler")
@@ -179,7 +179,7 @@ class ProfileWindow:
         if self._profiler is not None:
             if not self._is_recording:
                 self._profiler.start_trace()  # a prepared profiler must be started before it can be stopped
-            self._synchronize()
+            self._world.wait_for_device()
             self._profiler.stop_trace()
             atexit.unregister(self._abandon)
         if self._is_recording:
@@ -228,10 +228,6 @@ class ProfileWindow:
         if self._open_step is not None:
             self._open_step.__exit__(None, None, None)
             self._open_step = None
-
-    def _synchronize(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
 
 
 def _reason(error: Exception) -> str:

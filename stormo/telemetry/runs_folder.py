@@ -23,6 +23,7 @@ from stormo.telemetry.folder import RunFolder, is_running, read_environment, rea
 from stormo.telemetry.record import Notice
 
 _MOST_BYTES = 4096  # of the file of a launch
+_MOST_BYTES_OF_AN_EVENT = 2**16
 _MOST_NAMED = 5  # runs in the error for an unknown name
 
 
@@ -211,6 +212,14 @@ def overview(run: RunFolder, *, now_unix_s: float) -> RunOverview:
         return RunOverview(name=run.name, folder=str(run.path), state="unreadable", note=str(error))
 
 
+def _noted_failure(run: RunFolder) -> str | None:
+    """Why the workers of a run with a summary failed; None also where the events cannot be read."""
+    with contextlib.suppress(OSError, ValueError, IndexError), run.events.open("rb") as file:
+        file.seek(max(0, run.events.stat().st_size - _MOST_BYTES_OF_AN_EVENT))
+        return failure_of([parse_event(file.read().splitlines()[-1]) or {}])
+    return None
+
+
 def _finished(run: RunFolder, summary: Mapping[str, Any]) -> RunOverview:
     stopped_by = str(summary.get("stopped_by"))
     unit, units_per_s = speed_of(summary)
@@ -218,7 +227,7 @@ def _finished(run: RunFolder, summary: Mapping[str, Any]) -> RunOverview:
         name=run.name,
         folder=str(run.path),
         state=_STATES.get(stopped_by, stopped_by),
-        note=failure_of(current_events(read_events(run.events))) if stopped_by == "error" else None,
+        note=_noted_failure(run) if stopped_by == "error" else None,
         task=summary.get("task"),
         world_size=summary.get("world_size"),
         epochs_run=summary.get("epochs_run"),

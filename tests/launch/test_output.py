@@ -114,17 +114,24 @@ def test_an_error_of_nccl_waits_for_the_watchdog_and_a_warning_less(monkeypatch:
     os.close(writer)
 
 
-def test_lines_that_wait_hold_those_of_their_own_worker_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_that_wait_hold_those_of_their_own_worker_and_traces(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, writer = os.pipe()
     log = LogMultiplexer(hold_s=0.0)
     first, second = (Stream(reader, STDERR, rank=rank, prefix=b"") for rank in range(2))
     log.take(first, [b"[rank0]:[E1118 03:05:11.1 ProcessGroupNCCL.cpp:2057] [PG ID 0] Process\n"])
     log.take(first, [b"of rank 0\n"])
     log.take(second, [b"of rank 1\n", b"again\n"])
+    log.take(second, [b"terminate called without an active exception\n"])
     log.show_held_lines()
     assert capfd.readouterr().err == "of rank 1\nagain\n"
+    after_its_time = time.monotonic() + 10.0
+    monkeypatch.setattr("stormo.launch.output.time.monotonic", lambda: after_its_time)
+    log.show_held_lines()
+    assert capfd.readouterr().err == "", "the trace of rank 1 may come of the error of rank 0"
     log.show_held_lines(at_once=True)
-    assert capfd.readouterr().err.splitlines()[1:] == ["of rank 0"]
+    assert capfd.readouterr().err.splitlines()[1:] == ["of rank 0", "terminate called without an active exception"]
     os.close(reader)
     os.close(writer)
 

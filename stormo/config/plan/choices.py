@@ -132,7 +132,7 @@ def choose_graph(
         (asked is None and layout.is_sharded, "a step with sharded weights is captured where --graph asks for it", ""),
         (
             asked is None and layout.world_size > 1 and facts is not None and facts.train_bytes is None,
-            "workers replay a step together, and batches of a Dataset may differ in shape; --graph if they do not",
+            "workers replay a step together, and batches that are not known to be rows of tensors may differ in shape",
             "",
         ),
         (config.sharding.offload, "offloaded weights are copied by Python", "leave out --offload"),
