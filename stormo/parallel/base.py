@@ -491,12 +491,8 @@ class Strategy:
             self.loss_weights.divide(self._gradients(), self._total_items())
         self._finish_gradients(optimizer)
         start_momentum(optimizer, may_skip=self.scaler.is_enabled())
-        if (
-            self._graph is not None
-            and not hasattr(optimizer, "_step_supports_amp_scaling")
-            and self.scaler.is_enabled()
-        ):
-            self.world.wait_for_device()  # the scaler waits there, without a time limit
+        if self._graph is not None and self.scaler.is_enabled() and not optimizer.defaults.get("fused"):
+            self.world.wait_for_device()  # the scaler would, without a time limit
         self.scaler.step(optimizer)
 
     def _set_learning_rate(self, rate: float) -> None:
