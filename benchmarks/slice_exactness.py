@@ -152,7 +152,7 @@ class Comparer:
             for one in wanted:
                 began_s = time.monotonic()
                 if began_s > self._deadline_s:
-                    late = "not run: --budget-s was over"
+                    late = "--budget-s was over before it began"
                     outcomes.append(Outcome(name=one.name, kind=one.kind, difference=math.nan, failure=late))
                 else:
                     outcomes.append(self._compare(one))

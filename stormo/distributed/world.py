@@ -373,14 +373,14 @@ class World:
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.device))
-            self.wait_for(done)
+            self.wait_for_event(done)
             torch.cuda.synchronize(self.device)
 
-    def wait_for(self, done: torch.cuda.Event) -> None:
+    def wait_for_event(self, done: torch.cuda.Event) -> None:
         """Wait for the device, and raise as NCCL does if it waits too long for another worker.
 
-        NCCL's watchdog does not see the collectives of a replayed CUDA graph. Nor does the host spin: NCCL's threads
-        need the cores.
+        NCCL's watchdog does not see the collectives of a replayed CUDA graph. Between two looks the host sleeps, as
+        NCCL's threads need the cores.
         """
         began_s, timeout_s = time.monotonic(), self.timeout.total_seconds()
         while not done.query():

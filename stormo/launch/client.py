@@ -72,11 +72,12 @@ class Client(Control):
                 self._connected()
             else:
                 self._read(key.data)
-        now = self._now([] if self._server is None else [self._server])
+        now = time.monotonic()
         if self._server is not None and self._server.is_authenticated:
             # Mostly the server's heartbeat was just answered; this is for a silent server.
             self._server.beat(step=self.step, after_s=2 * self._timeouts.heartbeat_s)
         if self._server is not None:
+            self._wait_anew_after_pause(now, [self._server])
             self._notice_end(self._server, now)
         if not self.started:
             self._check_joining(now)

@@ -190,13 +190,12 @@ class Control:
     def dismiss(self) -> None:
         """Stop serving: member 0 exits cleanly, and the others continue without the channel."""
 
-    def _now(self, peers: Iterable[Peer]) -> float:
-        """The time. After a pause of this process, perhaps with the whole job, heartbeats are awaited anew."""
-        before, self._polled_at = self._polled_at, time.monotonic()
-        if self._polled_at - before > AWAY_S:
+    def _wait_anew_after_pause(self, now: float, peers: Iterable[Peer]) -> None:
+        """Count the silence of the others from now on, if this process was stopped, perhaps with the whole job."""
+        away_s, self._polled_at = now - self._polled_at, now
+        if away_s > AWAY_S:
             for peer in peers:
-                peer.heard_at = self._polled_at
-        return self._polled_at
+                peer.heard_at = now
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []

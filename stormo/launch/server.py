@@ -83,7 +83,8 @@ class Server(Control):
                 self._accept()
             else:
                 self._read(key.data)
-        now = self._now(self._members.values())
+        now = time.monotonic()
+        self._wait_anew_after_pause(now, self._members.values())
         if now - self._swept_at >= 0.5 * self._timeouts.heartbeat_s:  # not at every message: there may be thousands
             self._swept_at = now
             self._sweep(now)

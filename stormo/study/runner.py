@@ -313,8 +313,8 @@ def error_in_log(log: Path) -> str:
         return "it left no output"
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("stormo: ") for line in lines if line.startswith("stormo: ")]
-    if errors or not lines:
-        return errors[0].strip() if errors else "it printed nothing"
-    begun = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-    raised = [line for line in lines[begun[-1] + 1 :] if not line[0].isspace()] if begun else []
-    return (raised or lines[-1:])[0].strip()  # a message may go on below
+    if not errors:
+        tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
+        below = lines[tracebacks[-1] + 1 :] if tracebacks else []
+        errors = [line for line in below if not line[0].isspace()]  # the first one; its message may go on
+    return (errors or lines[-1:] or ["it printed nothing"])[0].strip()

@@ -23,7 +23,6 @@ from stormo.telemetry.folder import RunFolder, is_running, read_environment, rea
 from stormo.telemetry.record import Notice
 
 _MOST_BYTES = 4096  # of the file of a launch
-_MOST_BYTES_OF_AN_EVENT = 2**16
 _MOST_NAMED = 5  # runs in the error for an unknown name
 
 
@@ -67,7 +66,8 @@ def note_failure(folder: Path, started_unix_s: float, text: str) -> RunFolder | 
     for run in list_runs(folder):
         environment = read_environment(run) or {}
         if (environment.get("started_unix_s"), environment.get("host")) == (started_unix_s, socket.gethostname()):
-            if (read_summary(run) or {"stopped_by": "error"}).get("stopped_by") == "error":
+            summary = read_summary(run)
+            if summary is None or summary.get("stopped_by") == "error":
                 with contextlib.closing(EventFile(run)) as events:
                     events.write(Notice(kind="error", text=text))
             return run
@@ -214,9 +214,8 @@ def overview(run: RunFolder, *, now_unix_s: float) -> RunOverview:
 
 def _noted_failure(run: RunFolder) -> str | None:
     """Why the workers of a run with a summary failed; None also where the events cannot be read."""
-    with contextlib.suppress(OSError, ValueError, IndexError), run.events.open("rb") as file:
-        file.seek(max(0, run.events.stat().st_size - _MOST_BYTES_OF_AN_EVENT))
-        return failure_of([parse_event(file.read().splitlines()[-1]) or {}])
+    with contextlib.suppress(StormoError, OSError):
+        return failure_of(read_events(run.events))
     return None
 
 

@@ -312,5 +312,5 @@ class LossMonitor:
 
     def _read(self, slot: int) -> float:
         if self._copied:
-            self._world.wait_for(self._copied[slot])
+            self._world.wait_for_event(self._copied[slot])
         return float(self._slots[slot])

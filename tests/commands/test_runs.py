@@ -131,7 +131,7 @@ def test_the_cause_stands_below_the_end_that_rank_0_wrote_itself(
     assert note_failure(tmp_path, 5.5, "rank 0 failed") == run
     assert (run.events.read_bytes() == before) == (note is None)
     assert runs.overview(run, now_unix_s=NOW_UNIX_S).note == note
-    run.events.write_bytes(b"\0" * 100)
+    run.events.write_bytes(b"\0" * 100 + b"\n")
     damaged = runs.overview(run, now_unix_s=NOW_UNIX_S)
     assert (damaged.state, damaged.note) == ("failed" if note else "stopped", None)
 

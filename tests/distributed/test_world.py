@@ -374,13 +374,13 @@ class _Busy:
 
 
 def _waited(world: World) -> str:
-    world.wait_for(cast(Any, _Busy(3)))
+    world.wait_for_event(cast(Any, _Busy(3)))
     world.timeout = timedelta(seconds=0.02)
     if world.size == 1:
-        world.wait_for(cast(Any, _Busy(400)))  # for which nobody but its own device is to blame
+        world.wait_for_event(cast(Any, _Busy(400)))  # for which nobody but its own device is to blame
         return ""
     with pytest.raises(PeerMissingError) as missing:
-        world.wait_for(cast(Any, _Busy(math.inf)))
+        world.wait_for_event(cast(Any, _Busy(math.inf)))
     assert missing.value.peer_loss.waited_s == 0.02
     assert is_secondary(missing.value)
     return str(missing.value)
