@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(error: StormoError) -> int:
     parts = (error.what, error.why, error.instead) if isinstance(error, SettingError) else None
     note_error(printable(str(error)), error.exit_code, parts)
-    print(f"stormo: {printable(str(error))}", file=sys.stderr)  # noqa: T201
+    lines = [f"stormo: {printable(str(error))}", *getattr(error, "__notes__", ())]
+    print("\n".join(lines), file=sys.stderr)  # noqa: T201
     return error.exit_code
 
 

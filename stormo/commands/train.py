@@ -27,9 +27,8 @@ from stormo.launch.slices import take_slice
 from stormo.system.process import STARTED, die_with_parent, process_start_unix_s, stormo_command
 from stormo.system.signals import exit_if_sigusr1_came
 from stormo.tasks.check import check_task
-from stormo.telemetry.runs_folder import default_run_name
+from stormo.telemetry.runs_folder import default_run_name, run_started_at
 from stormo.telemetry.runs_folder import note_failure as note_failure_of_run
-from stormo.telemetry.text import run_reference
 from stormo.training import staging
 from stormo.training.initial_file import check_initial
 from stormo.training.settings import Settings, checked, inherited_settings, merged_settings
@@ -115,9 +114,9 @@ def _start_workers(
 def _note_failure(runs_folder: Path, started_unix_s: float, failure: Failure) -> None:
     """Write why the workers failed into their run, and say how to resume it."""
     with contextlib.suppress(OSError, StormoError):  # neither may hide the failure
-        found = note_failure_of_run(runs_folder, started_unix_s, failure.sentence)
-        if found is not None and found.checkpoint_folders():
-            say(f"resume with: stormo train --resume {run_reference(found.name, str(found.path))}")
+        run = run_started_at(runs_folder, started_unix_s)
+        if run is not None and (hint := note_failure_of_run(run, failure.sentence)):
+            say(hint)
 
 
 def work(

@@ -21,6 +21,7 @@ from stormo.system.files import BadFileError, masked, private_folder, read_lines
 from stormo.telemetry.events import EventFile, current_events, parse_event, read_events, speed_of
 from stormo.telemetry.folder import RunFolder, is_running, read_environment, read_summary, write_json
 from stormo.telemetry.record import Notice
+from stormo.telemetry.text import run_reference
 
 _MOST_BYTES = 4096  # of the file of a launch
 _MOST_NAMED = 5  # runs in the error for an unknown name
@@ -61,17 +62,24 @@ def _launch_file(folder: Path, launch: str) -> Path:
     return folder / f".launches-{os.geteuid()}" / f"{hashlib.sha256(launch.encode()).hexdigest()[:32]}.json"
 
 
-def note_failure(folder: Path, started_unix_s: float, text: str) -> RunFolder | None:
-    """Write why the workers of an agent ended into the run that they trained; None where they had not begun one."""
+def run_started_at(folder: Path, started_unix_s: float) -> RunFolder | None:
+    """The run that the workers of an agent on this host trained; None where they had not begun one."""
     for run in list_runs(folder):
         environment = read_environment(run) or {}
         if (environment.get("started_unix_s"), environment.get("host")) == (started_unix_s, socket.gethostname()):
-            summary = read_summary(run)
-            if summary is None or summary.get("stopped_by") == "error":
-                with contextlib.closing(EventFile(run)) as events:
-                    events.write(Notice(kind="error", text=text))
             return run
     return None
+
+
+def note_failure(run: RunFolder, cause: str) -> str | None:
+    """Write into a run why it failed; how to resume it, where it has a checkpoint."""
+    summary = read_summary(run)
+    if summary is None or summary.get("stopped_by") == "error":
+        with contextlib.closing(EventFile(run)) as events:
+            events.write(Notice(kind="error", text=cause))
+    if not run.checkpoint_folders():
+        return None
+    return f"resume with: stormo train --resume {run_reference(run.name, str(run.path))}"
 
 
 def failure_of(events: Sequence[Mapping[str, Any]]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, replace
@@ -26,8 +27,9 @@ from stormo.data.tensors import TensorData
 from stormo.distributed.devices import device_of, share_cores
 from stormo.distributed.store import Store
 from stormo.distributed.world import World
-from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
+from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE, StormoError
 from stormo.launch import FailureReporter, RankInfo
+from stormo.launch.failure import of_exception
 from stormo.optim.schedule import make_schedule
 from stormo.optim.task_optimizer import optimizer_name
 from stormo.parallel.batch_size import find_micro_batch_size
@@ -41,6 +43,7 @@ from stormo.system.process import SetupTimer
 from stormo.system.signals import StopFlag, stop_flag
 from stormo.tasks.task import Task
 from stormo.telemetry.record import Notice
+from stormo.telemetry.runs_folder import note_failure
 from stormo.training.clock import open_node_recorder
 from stormo.training.context import RunContext
 from stormo.training.initial_weights import load_initial, read_initial
@@ -165,8 +168,12 @@ class Trainer:
             )
         except BaseException as error:
             add_memory_note(config, plan, error)
-            with suppress(OSError):  # a full disk must not hide what went wrong
+            with suppress(OSError, StormoError):  # a full disk must not hide what went wrong
                 records.end("error")
+                if self.world.is_main and not self._reporter.shows_failures:  # else it is told by who shows it
+                    cause = of_exception(error, rank=0, host=socket.gethostname(), secondary=False).sentence
+                    if hint := note_failure(records.folder, cause):
+                        error.add_note(f"stormo: {hint}")
             raise
         for text in profile.close():
             records.record(Notice(kind="info", text=text))

@@ -16,7 +16,7 @@ from stormo.errors import SettingError
 from stormo.telemetry.events import EventFile
 from stormo.telemetry.folder import RunFolder, write_json
 from stormo.telemetry.record import EpochDone, Record, RunEnded, RunStarted, StepDone
-from stormo.telemetry.runs_folder import note_failure
+from stormo.telemetry.runs_folder import note_failure, run_started_at
 from stormo.training.run_folder import lock_folder
 
 NOW_UNIX_S = 1_700_000_000.0
@@ -112,8 +112,9 @@ def test_an_agent_finds_the_run_of_its_workers_and_writes_why_they_failed(tmp_pa
     _environment(mine, 5.5)
     _environment(other, 7.25)
     text = "rank 1 on host node7 failed: ValueError: boom"
-    assert note_failure(tmp_path, 6.0, text) is None
-    assert note_failure(tmp_path, 5.5, text) == mine
+    assert run_started_at(tmp_path, 6.0) is None
+    assert run_started_at(tmp_path, 5.5) == mine
+    assert note_failure(mine, text) is None, "it has no checkpoint"
     one = runs.overview(mine, now_unix_s=NOW_UNIX_S)
     assert (one.state, one.note) == ("failed", text)
     assert runs.overview(other, now_unix_s=NOW_UNIX_S).state != "failed"
@@ -126,9 +127,8 @@ def test_the_cause_stands_below_the_end_that_rank_0_wrote_itself(
     tmp_path: Path, stopped_by: str, note: str | None
 ) -> None:
     run = make_run(tmp_path / "heron", started(), RunEnded(summary=summary(stopped_by)))
-    _environment(run, 5.5)
     before = run.events.read_bytes()
-    assert note_failure(tmp_path, 5.5, "rank 0 failed") == run
+    note_failure(run, "rank 0 failed")
     assert (run.events.read_bytes() == before) == (note is None)
     assert runs.overview(run, now_unix_s=NOW_UNIX_S).note == note
     run.events.write_bytes(b"\0" * 100 + b"\n")

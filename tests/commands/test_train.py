@@ -334,6 +334,21 @@ def test_a_failed_worker_makes_a_failed_run_and_the_last_line_says_how_to_resume
     assert "killed (last event" not in capsys.readouterr().out
 
 
+def test_a_failed_run_of_one_worker_names_its_cause_and_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = stormo(tmp_path, "--num-gpus", "1", "--run-name", "f", fault="raise 0 7")
+    assert failed.returncode == 1
+    *_, error, hint = failed.stderr.splitlines()
+    assert error.startswith("ValueError: ")
+    assert hint == "stormo: resume with: stormo train --resume f"
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["state"] == "failed"
+    assert re.fullmatch(f"rank 0 on host .* failed: {re.escape(error)}", one["note"])
+
+
 def test_before_a_checkpoint_there_is_no_word_of_a_resume(tmp_path: Path) -> None:
     failed = stormo(tmp_path, "--num-gpus", "2", "--run-name", "f", "--checkpoint-every", "0", fault="kill 1 4")
     assert failed.returncode == 1
