@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ def measure(world: World, strategy_name: str, size: Size) -> HeldBytes:
         strategy.step(1e-3)
         strategy.micro_step(next(every))
     strategy._collect_gradients()  # as the step does first
+    time.sleep(0.5)  # Gloo's threads let go of a bucket a moment after it has been sent
     everything = held_bytes.living()
     held = HeldBytes(
         weights=held_bytes.num_bytes(held_bytes.weights(strategy)),

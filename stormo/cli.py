@@ -19,7 +19,7 @@ from stormo.errors import (
     unknown_name,
 )
 from stormo.system.files import printable
-from stormo.system.process import die_with_parent
+from stormo.system.process import collect_rarely, die_with_parent
 from stormo.system.signals import defer_sigusr1, exit_on_sigint, exit_on_sigterm
 from stormo.telemetry.text import discard, open_closed_streams
 from stormo.version import __version__
@@ -131,6 +131,7 @@ def _verb(module: str, *, has_workers: bool = False) -> Callable[[list[str]], in
     def run(arguments: list[str]) -> int:
         if has_workers:
             _prepare_worker()
+            collect_rarely()
         code: int = importlib.import_module(module).main(arguments)
         return code
 

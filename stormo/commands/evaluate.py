@@ -18,7 +18,7 @@ from stormo.errors import SettingError
 from stormo.launch import FailureReporter, alone, run_node
 from stormo.launch.nodes import find_rank_info, node_of
 from stormo.launch.slices import take_slice
-from stormo.system.process import stormo_command
+from stormo.system.process import keep_imported, stormo_command
 from stormo.telemetry.console import metric_texts
 from stormo.telemetry.text import write_text
 from stormo.training.settings import checked
@@ -79,6 +79,7 @@ def main(arguments: list[str]) -> int:
     def body(store: Store | None, reporter: FailureReporter) -> int:
         from stormo.training.evaluation import evaluate
 
+        keep_imported()
         with contextlib.redirect_stdout(sys.stderr):
             found = evaluate(
                 config, layout, task, lambda: _checkpoint(source, runs_folder, which), who, store, reporter

@@ -24,7 +24,7 @@ from stormo.launch.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch.nodes import check_restarts, equal_settings, find_rank_info, node_of, run_with_restarts
 from stormo.launch.output import say
 from stormo.launch.slices import take_slice
-from stormo.system.process import STARTED, die_with_parent, process_start_unix_s, stormo_command
+from stormo.system.process import STARTED, die_with_parent, keep_imported, process_start_unix_s, stormo_command
 from stormo.system.signals import exit_if_sigusr1_came
 from stormo.tasks.check import check_task
 from stormo.telemetry.runs_folder import default_run_name, run_started_at
@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> int:
     def train(store: Store | None, reporter: FailureReporter) -> int:
         from stormo.training.trainer import run_worker
 
+        keep_imported()
         return run_worker(config, layout, task, who, store, reporter)
 
     return work(config, layout, who, train)

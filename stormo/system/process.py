@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -25,6 +26,8 @@ _STATES = {
 }
 _ENDS_WITHIN_S = 0.1
 _EXIT_STATUS = 49  # its place in `process_stat`
+_COLLECTION = gc.get_threshold()
+_IMPORTED_OBJECTS = 100_000  # between two collections while modules are imported
 
 STARTED = "STORMO_STARTED_UNIX_S"  # the agent's start, which its workers inherit
 
@@ -36,6 +39,18 @@ def process_start_unix_s() -> float:
         return float(inherited)
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - (start_ticks(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
+
+
+def collect_rarely() -> None:
+    """Until `keep_imported`, collect garbage rarely: imports create hundreds of thousands of objects, none garbage."""
+    gc.set_threshold(_IMPORTED_OBJECTS)
+
+
+def keep_imported() -> None:
+    """Collect garbage as usual, but never among what is imported: to look through it delays steps and the exit."""
+    gc.freeze()
+    if gc.get_threshold()[0] == _IMPORTED_OBJECTS:  # else the task has set its own
+        gc.set_threshold(*_COLLECTION)
 
 
 def process_stat(pid: int) -> list[str]:

@@ -355,6 +355,42 @@ def test_before_a_checkpoint_there_is_no_word_of_a_resume(tmp_path: Path) -> Non
     assert "--resume" not in failed.stderr
 
 
+_COLLECTING_TASK = """
+import gc
+import stormo
+import torch
+
+class Task(stormo.Task):
+    def train_data(self):
+        return torch.utils.data.TensorDataset(torch.randn(8, 2))
+
+    validation_data = train_data
+
+    def model(self):
+        return torch.nn.Linear(2, 1)
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().mean()
+
+    def on_train_start(self, context):
+        print("collection:", gc.get_threshold(), gc.get_freeze_count())
+"""
+
+
+def test_garbage_is_collected_as_usual_while_a_task_trains_but_not_among_imports(tmp_path: Path) -> None:
+    usual = subprocess.run(
+        [sys.executable, "-c", "import gc; print(gc.get_threshold())"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    (tmp_path / "task.py").write_text(_COLLECTING_TASK)
+    command = [sys.executable, "-m", "stormo", "train", "task.py", "--num-gpus", "1", "--batch-size", "8"]
+    with forked.Popen([*command, "--epochs", "1"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    (seen,) = re.findall(r"^.*collection: (\(.*\)) (\d+)$", output, re.MULTILINE)
+    assert seen[0] == usual
+    assert int(seen[1]) > 100_000
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
