@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stormo.config.layout import resolve_layout
+from stormo.config.layout import Launched, resolve_layout
 from stormo.config.options import make_config
 from stormo.config.plan.choices import peak_flops
 from stormo.errors import SettingError
@@ -174,6 +174,16 @@ def test_the_plan_names_the_slices_and_the_slow_links(monkeypatch: pytest.Monkey
         7: f"7 = 1 node × 7 slices (1g.18gb) of 1 GPU {visible}; nccl over loopback sockets: {links}",
         8: f"8 = 1 node × 8 slices (1g.18gb) of 2 GPUs {visible}; nccl over loopback sockets: {links}",
     }
+
+
+def test_workers_that_see_one_slice_each_are_joined_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, [cut_h200(0, 1)])
+    launched = Launched(launcher="slurm", world_size=4, local_size=4, num_nodes=1, gpus_on_node=4)
+    layout = resolve_layout(make_config({}, None), visible_gpus(), launched)
+    assert layout.shares_a_gpu
+    text = dict(layout.explanation)["workers"]
+    assert text.startswith("4 = 1 node × 4 slices (1g.18gb) (started by slurm; ")
+    assert "nccl over loopback sockets: slices of one GPU have no direct path" in text
 
 
 def test_slices_of_different_gpus_need_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:

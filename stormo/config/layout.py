@@ -62,7 +62,7 @@ class Layout:
     @property
     def shares_a_gpu(self) -> bool:
         """Whether workers of this node have slices of one GPU, which NCCL can join over sockets alone."""
-        return share_a_gpu(self.slices[: self.workers_per_node])
+        return share_a_gpu(self.slices, self.workers_per_node)
 
     @property
     def spec(self) -> StrategySpec:
@@ -116,7 +116,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
             "DataParallel is one process, and CUDA shows a process one slice",
             "set --strategy ddp, or --num-gpus 1",
         )
-    backend, backend_reason = _backend(config, device_type, world_size, slices[:count], num_nodes)
+    backend, backend_reason = _backend(config, device_type, world_size, per_node, slices, num_nodes)
     strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
     total = f"{world_size} = {pluralize(num_nodes, 'node')} × {_devices(device_type, count, slices[:count])}"
     if is_one_process:
@@ -141,9 +141,9 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     )
 
 
-def share_a_gpu(slices: Sequence[Gpu]) -> bool:
-    """Whether two of these slices are on one physical GPU."""
-    return len({one.slice_of for one in slices}) < len(slices)
+def share_a_gpu(slices: Sequence[Gpu], num_workers: int) -> bool:
+    """Whether two workers have slices of one GPU, or may have: where a launcher binds them, each sees its own alone."""
+    return bool(slices) and len({one.slice_of for one in slices[:num_workers]}) < num_workers
 
 
 def _slices(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
@@ -155,7 +155,8 @@ def _devices(device_type: str, count: int, slices: Sequence[Gpu]) -> str:
         return pluralize(count, "GPU" if device_type == "cuda" else "CPU process")
     profiles = ", ".join(sorted({one.profile for one in slices}))
     num_gpus = len({one.slice_of for one in slices})
-    return f"{pluralize(count, 'slice')} ({profiles}) of {pluralize(num_gpus, 'GPU')}"
+    of = f" of {pluralize(num_gpus, 'GPU')}" if len(slices) == count else ""  # else each worker sees its own alone
+    return f"{pluralize(count, 'slice')} ({profiles}){of}"
 
 
 def _check_workers(config: TrainConfig) -> None:
@@ -253,7 +254,7 @@ def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, 
 
 
 def _backend(
-    config: TrainConfig, device_type: str, world_size: int, slices: Sequence[Gpu], num_nodes: int
+    config: TrainConfig, device_type: str, world_size: int, per_node: int, slices: Sequence[Gpu], num_nodes: int
 ) -> tuple[str, str]:
     asked = config.workers.backend
     if asked == "nccl" and device_type == "cpu":
@@ -263,7 +264,7 @@ def _backend(
     backend = asked if asked != "auto" else "nccl" if device_type == "cuda" else "gloo"
     if world_size == 1:
         return backend, "no communication needed"
-    if backend == "nccl" and share_a_gpu(slices):
+    if backend == "nccl" and share_a_gpu(slices, per_node):
         sockets = "loopback sockets" if num_nodes == 1 else "sockets"
         reason = "slices of one GPU have no direct path, so their links are those of a slow network, 1 to 4 GB/s"
         return backend, f"nccl over {sockets}: {reason}"

@@ -55,6 +55,8 @@ class Link:
         parts += [f"{pluralize(told[_SOCKETS], 'socket')} each"] if _SOCKETS in told else []
         parts += [f"buffers of {int(told[_BUFFER]) >> 20} MiB"] if _BUFFER in told else []
         text = ", ".join(parts) or "NCCL's defaults"
+        if self.small_algo is not None:
+            text += f", small messages by a {self.small_algo}"
         if self.bucket_mb is not None:
             text += f", gradient buckets of {self.bucket_mb} MiB"
         if self.bucket_s is None or self.default_s is None:
@@ -102,13 +104,18 @@ def sends_half_gradients(config: TrainConfig, layout: Layout) -> bool:
     return is_reduced and 1 in (layout.num_nodes, layout.workers_per_node) and not config.run.deterministic
 
 
-def too_few_cores(layout: Layout) -> str:
-    """Why NCCL's own settings stay on this node unless the user asks to measure; empty where it has cores enough."""
-    cores, workers = num_cores(), layout.workers_per_node
-    if cores < (os.cpu_count() or 0) or cores >= _CORES_OF_A_WORKER * workers:  # the launcher's, or shared equally
+def too_few_cores(cores: int, workers: int) -> str:
+    """Why NCCL's own settings stay unless the user asks to measure; empty where these workers have cores enough."""
+    if cores >= _CORES_OF_A_WORKER * workers:
         return ""
-    told = f"{pluralize(workers, 'worker')} share {pluralize(cores, 'core')}"
+    told = f"{pluralize(workers, 'worker')} {'has' if workers == 1 else 'share'} {pluralize(cores, 'core')}"
     return f"{told}, and with socket threads each needs {_CORES_OF_A_WORKER}"
+
+
+def too_few_cores_planned(layout: Layout) -> str:
+    """The same before the workers are there; empty on part of a machine, as each may get another part of it."""
+    cores = num_cores()
+    return "" if cores < (os.cpu_count() or 0) else too_few_cores(cores, layout.workers_per_node)
 
 
 def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> bool:
@@ -144,7 +151,7 @@ def link_line(config: TrainConfig, layout: Layout) -> dict[str, str]:
             text += "; where it uses sockets, 16-bit gradients are sent as they are and summed in 32 bits"
     elif not asked and layout.num_nodes == 1 and not layout.shares_a_gpu:
         text = "NCCL's own settings: inside a node it needs no sockets"
-    elif not asked and (reason := too_few_cores(layout)):
+    elif not asked and (reason := too_few_cores_planned(layout)):
         text = f"NCCL's own settings: {reason}"
     else:
         text = "NCCL's socket settings are measured at the start"

@@ -29,6 +29,7 @@ from stormo.config.link import (
     link_before,
     sends_half_gradients,
     too_few_cores,
+    too_few_cores_planned,
     uses_sockets,
 )
 from stormo.config.schema import TrainConfig
@@ -230,16 +231,21 @@ def choose_link(
     if not (measures or half_gradients):
         return None, ""
     group = ProbeGroup(store.signed("link"), rank_info.rank, rank_info.world_size, store.timeout)
+    cores = group.gather("cores", [rank_info.host, sorted(os.sched_getaffinity(0))])
     # Rank 0 decides for all: a node may see other network cards.
-    over_sockets, has_cores = group.share("over_sockets", [uses_sockets(layout, os.environ), not too_few_cores(layout)])
+    decided = None if cores is None else [uses_sockets(layout, os.environ), crowded_host(cores)]
+    over_sockets, crowded = group.share("over_sockets", decided)
     half_gradients = half_gradients and over_sockets
-    if not (asked or (measures and over_sockets and has_cores)):
-        return Link(world_size=rank_info.world_size, half_gradients=True) if half_gradients else None, ""
+    if not (asked or (measures and over_sockets and not crowded)):
+        link = Link(world_size=rank_info.world_size, half_gradients=True) if half_gradients else None
+        is_news = measures and over_sockets and not too_few_cores_planned(layout)
+        return link, f"NCCL's own settings stay: {crowded}" if is_news else ""
     library = nccl_library()
     told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
     told.pop("NCCL_HOSTID", None)  # differs between ranks
     member = {
         "host": rank_info.host,
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),  # towards the others, unless the user chose another
         "gpu": torch.cuda.get_device_name(device),
         "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
         "nccl": torch.cuda.nccl.version(),
@@ -250,6 +256,14 @@ def choose_link(
     command = [sys.executable, "-P", "-m", "stormo.distributed.nccl_probe"]
     link, text = tune(group, member, lambda: Probe(lambda descriptor: [*command, str(descriptor), *words]))
     return replace(link, half_gradients=half_gradients), text
+
+
+def crowded_host(cores: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """Why NCCL's own settings stay, from the host and the cores of every rank; empty where all have enough."""
+    hosts: dict[str, list[Sequence[int]]] = {}
+    for host, own in cores:
+        hosts.setdefault(host, []).append(own)
+    return next(filter(None, (too_few_cores(len(set().union(*some)), len(some)) for some in hosts.values())), "")
 
 
 def nccl_library(maps: Path = Path("/proc/self/maps")) -> str | None:

@@ -22,7 +22,7 @@ def bind(
     """Show one worker its own slice alone; where there are fewer slices than workers (Gloo), they take turns."""
     environ["CUDA_VISIBLE_DEVICES"] = slices[local_rank % len(slices)].uuid
     environ[NODE_SLICES] = ",".join(one.uuid for one in slices)
-    if share_a_gpu(slices[:local_size]):
+    if share_a_gpu(slices, local_size):
         join_slices(environ, local_rank=local_rank, all_on_this_host=all_on_this_host)
 
 

@@ -18,7 +18,7 @@ from stormo.config.link import (
     link_before,
     link_line,
     sends_half_gradients,
-    too_few_cores,
+    too_few_cores_planned,
     uses_sockets,
 )
 from stormo.config.schema import ResolvedBatch
@@ -43,7 +43,7 @@ def test_socket_threads_need_cores(num_cores: Callable[[int, int], None]) -> Non
     for cores, of, is_enough in ((16, 16, True), (15, 15, False), (4, 16, True)):  # the last is a launcher's share
         num_cores(cores, of)
         reason = "" if is_enough else "4 workers share 15 cores, and with socket threads each needs 4"
-        assert too_few_cores(layout) == reason
+        assert too_few_cores_planned(layout) == reason
         own = f"NCCL's own settings: {reason}"
         assert (link_line(configured(), layout)["link"] == own) is not is_enough
         assert link_line(configured(tune_link=True), layout)["link"].endswith("are measured at the start")
@@ -119,6 +119,7 @@ def test_its_text_names_what_differs() -> None:
     one = Link(world_size=4, variables=CANDIDATES[1], bucket_mb=8)
     assert str(one) == "1 channel, 1 socket thread, 2 sockets each, buffers of 8 MiB, gradient buckets of 8 MiB"
     assert str(Link(world_size=4)) == "NCCL's defaults"
+    assert str(Link(world_size=4, small_algo="tree")) == "NCCL's defaults, small messages by a tree"
 
 
 @pytest.mark.parametrize(

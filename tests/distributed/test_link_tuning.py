@@ -20,7 +20,17 @@ from stormo.config.layout import Launched, resolve_layout
 from stormo.config.link import CANDIDATES, Link
 from stormo.config.schema import ResolvedBatch, Run, TrainConfig, Workers
 from stormo.distributed import link_tuning
-from stormo.distributed.link_tuning import LIMIT_S, Figures, Probe, ProbeGroup, choose_link, nccl_library, search, tune
+from stormo.distributed.link_tuning import (
+    LIMIT_S,
+    Figures,
+    Probe,
+    ProbeGroup,
+    choose_link,
+    crowded_host,
+    nccl_library,
+    search,
+    tune,
+)
 from stormo.distributed.nccl_probe import LARGE_BYTES, SMALL_BYTES
 from stormo.distributed.store import SignedStore
 from stormo.distributed.world import World
@@ -284,20 +294,24 @@ def test_a_resume_takes_the_link_over() -> None:
         choose_link(config, other, alone(), AnyStore(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
+class FreshStore:
+    """A store for one rank, empty for each use."""
+
+    timeout = timedelta(seconds=5)
+
+    def signed(self, prefix: str) -> SignedStore:
+        """A part of it."""
+        return SignedStore(dist.HashStore(), prefix, b"")
+
+
 def test_sharded_layers_send_16_bits_where_nccl_uses_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FreshStore:
-        timeout = timedelta(seconds=5)
-
-        def signed(self, prefix: str) -> SignedStore:
-            return SignedStore(dist.HashStore(), prefix, b"")
-
     def chosen(**flags: Any) -> Link | None:
         config = configured(strategy="fsdp", **flags)
         store: Any = FreshStore()
         return choose_link(config, layout_of([H200] * 4, strategy="fsdp"), alone(), store, torch.device("cpu"))[0]
 
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    monkeypatch.setattr(link_tuning, "too_few_cores", lambda layout: "")
+    monkeypatch.setattr(link_tuning, "crowded_host", lambda cores: "")
     assert chosen() is None  # inside a node
     monkeypatch.setattr(link_tuning, "tune", lambda *_: (Link(world_size=4, variables=BEST), ""))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
@@ -309,6 +323,32 @@ def test_sharded_layers_send_16_bits_where_nccl_uses_sockets(monkeypatch: pytest
     assert chosen() == Link(world_size=1, half_gradients=True)
     assert chosen(tune_link=False) is None
     assert chosen(deterministic=True) is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "reason"),
+    [
+        ([("n1", range(4)), ("n1", range(4, 8))], ""),  # each has its own
+        ([("n1", range(8)), ("n1", range(8))], ""),
+        ([("n1", range(7)), ("n1", range(7))], "2 workers share 7 cores"),  # of a larger machine
+        ([("n1", range(8)), ("n2", range(4)), ("n2", range(4))], "2 workers share 4 cores"),
+    ],
+)
+def test_workers_that_share_few_cores_are_found_on_every_host(cores: list[tuple[str, range]], reason: str) -> None:
+    assert crowded_host(cores).partition(",")[0] == reason
+
+
+def test_a_link_that_is_not_tuned_for_want_of_cores_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_HOSTID", "slice-0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    store: Any = FreshStore()
+    for on_machine, text in ((64, "NCCL's own settings stay: 1 worker has 2 cores, and"), (2, "")):
+        monkeypatch.setattr("stormo.config.link.num_cores", lambda: 2)
+        monkeypatch.setattr(os, "cpu_count", lambda count=on_machine: count)
+        link, told = choose_link(configured(), layout_of([H200] * 4), alone(), store, torch.device("cpu"))
+        assert link is None
+        assert told.startswith(text)
+        assert bool(told) == bool(text)  # the plan has said it
 
 
 def test_the_library_is_the_one_that_torch_has_loaded(tmp_path: Path) -> None:

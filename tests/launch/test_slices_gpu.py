@@ -31,7 +31,8 @@ print("on", os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count(), total
 def _run(*words: str) -> str:
     environ = {**os.environ, "NCCL_DEBUG": "WARN"}
     done = subprocess.run(words, cwd=_ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    sys.stderr.write(done.stderr)
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
@@ -48,24 +49,31 @@ def test_two_slices_train_with_nccl_and_are_named(start: list[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize("start", [[*_STORMO, "run", "--num-gpus", "2"], _TORCHRUN], ids=["stormo run", "torchrun"])
-def test_each_worker_of_a_script_has_a_slice_of_its_own(start: list[str], tmp_path: Path) -> None:
+def test_each_worker_of_a_script_has_a_slice_of_its_own(
+    start: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    lines = [line.split("on ")[1].split() for line in _run(*start, str(script)).splitlines() if "on MIG-" in line]
+    said = _run(*start, str(script))
+    assert (said + capfd.readouterr().err).count("nccl over loopback sockets: slices of one GPU have no direct") == 1
+    lines = [line.split("on ")[1].split() for line in said.splitlines() if "on MIG-" in line]
     assert len({line[0] for line in lines}) == 2
     assert [line[1:] for line in lines] == [["1", "2.0"]] * 2
 
 
 @pytest.mark.slices(4)
-def test_tasks_of_slurm_that_see_the_slices_of_their_node_take_one_each(tmp_path: Path) -> None:
-    shown = find_slices().take(0, 4).of_command()  # as Slurm does for --gres=gpu:1g.18gb:4
+@pytest.mark.parametrize("is_bound", [False, True], ids=["all slices", "one slice each"])
+def test_tasks_of_slurm_take_one_slice_each(is_bound: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    node = find_slices().take(0, 4)  # as Slurm shows them for --gres=gpu:1g.18gb:4, or with --gpus-per-task=1
     run = ("--backend", "nccl", "--runs-folder", str(tmp_path), "--run-name", "run", "--epochs", "1")
     command = [*_STORMO, "train", "tests/tiny_task.py:Tiny", *run]
     jobs = [
-        subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **task, **shown})
-        for task in tasks_of("srun -N1 -n4 --gpus-per-node=4")
+        subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **task, **shown.of_command()})
+        for rank, task in enumerate(tasks_of("srun -N1 -n4 --gpus-per-node=4"))
+        for shown in [node.take(rank, 1) if is_bound else node]
     ]
     assert [job.wait(240) for job in jobs] == [0] * 4
+    assert "4 slices (1g.18gb)" in capfd.readouterr().out
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert " MIG " in summary["device"]
     assert summary["world_size"] == 4
