@@ -42,6 +42,22 @@ def run_to_end(command: list[str]) -> None:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
 
+def data_folder(given: str | None) -> str:
+    """The folder with Fashion-MNIST; ends the benchmark where it is not on this machine, as none asks a network."""
+    from stormo.data.fashion_mnist import find_or_fetch
+    from stormo.errors import StormoError
+
+    try:
+        return str(find_or_fetch(Path(given) if given else None, offline=True))
+    except StormoError as error:
+        print(
+            f"stormo: Fashion-MNIST is not on this machine ({error}); carry its four files here and name their folder "
+            "by --data-folder.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
 def free_port() -> int:
     """A port of this machine that nobody uses, below those that the kernel gives to connections."""
     while True:

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import result_line, run_to_end, train_command
+from benchmarks.command import data_folder, result_line, run_to_end, train_command
 from benchmarks.time_to_accuracy import FAST, as_flags, measured, run_stormo
 from stormo.energy import Meter, Source
 from stormo.energy.probes import NvidiaProbe
@@ -69,18 +69,19 @@ def run(name: str, folder: Path, flags: list[str]) -> tuple[dict[str, Any], floa
 def main() -> int:
     """Run everything and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-folder")
+    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: where stormo keeps them")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of runs with and without measuring (default: 5)")
     parser.add_argument("--epochs", type=int, default=6, help="of each of them (default: 6)")
     parser.add_argument("--skip-plain", action="store_true")
     options = parser.parse_args()
     if options.repeats < 2 or options.epochs < 2:
         parser.error("there is no variation of one run and no epoch after the first of one: set 2 or more")
+    images = data_folder(options.data_folder)
     try:
         device = open_nvml().visible()[0]
     except (NvmlUnavailableError, IndexError) as error:
         sys.exit(f"this benchmark measures a GPU and none can be read here ({error}); run it on a machine with one")
-    data = ["--task.data-folder", options.data_folder] if options.data_folder else []
+    data = ["--task.data-folder", images]
     fixed = as_flags(FAST | {"--epochs": str(options.epochs), "--target-accuracy": "2"}, 0) + data
     bills_j, ratios = [], []
     counter = Meter([NvidiaProbe([device]), PowerProbe(device)])
@@ -104,8 +105,8 @@ def main() -> int:
         target = run_stormo("target", as_flags(FAST, 0), folder, data)
     plain_j = math.nan
     if not options.skip_plain:
-        plain_data = ["--data-folder", options.data_folder] if options.data_folder else []
-        _, plain_j, output = measured([sys.executable, "-m", "benchmarks.plain_script", *plain_data])
+        plain = [sys.executable, "-m", "benchmarks.plain_script", "--data-folder", images]
+        _, plain_j, output = measured(plain)
         print(output.splitlines()[-1])
     print(f"{device.name}: counter {drawn[device.physical_uuid]:.0f} J, integrated power {drawn['power']:.0f} J")
     parts = ", ".join(f"{part} {joules:.0f} J" for part, joules in target["energy_parts_j"].items())

@@ -15,6 +15,7 @@ import time
 
 import torch
 
+from benchmarks.command import data_folder
 from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.distributed.world import World
@@ -56,13 +57,13 @@ def step_times_ms(world: World, flags: list[str], num_steps: int) -> tuple[float
 def main() -> None:
     """Print a table and the RESULT line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-folder")
+    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: where stormo keeps them")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
+    data = ["--task.data-folder", data_folder(options.data_folder)]
     if not visible_gpus():
         sys.exit("this benchmark measures a GPU and none is visible; run it on a machine with one")
     world = World(alone(), torch.device("cuda", 0))
-    data = ["--task.data-folder", options.data_folder] if options.data_folder else []
     figures = []
     for batch_size in BATCH_SIZES:
         for flag in ("--graph", "--no-graph"):

@@ -36,7 +36,7 @@ from benchmarks.attempts import (
     Kill,
     Run,
 )
-from benchmarks.command import aligned, numbers, relative_difference, result_line, small_task
+from benchmarks.command import aligned, data_folder, numbers, relative_difference, result_line, small_task
 from benchmarks.lineage import lost_and_repeated, read_attempt, trace
 
 ROUNDING = 1e-9  # float64 over all steps on changing worker counts
@@ -171,8 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the run, and of what is killed when")
     parser.add_argument("--world-sizes", type=numbers, default=(), help="resume on these worker counts in turn")
-    parser.add_argument("--data-folder", help="with the data set's files; default: found or fetched")
+    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: where stormo keeps them")
     options = parser.parse_args(arguments)
+    options.data_folder = data_folder(options.data_folder)
     epochs = options.kills + 4  # an attempt is killed within about an epoch of its first step
     world_sizes = options.world_sizes or (2,)
     draw = random.Random(options.seed)

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.command import aligned, result_line
+from benchmarks.command import aligned, data_folder, result_line
 from benchmarks.rank_pool import RankPool
 from benchmarks.slice_devices import Devices, cpu_processes, find_slices
-from benchmarks.slices import data_folder
 from benchmarks.strategy_worker import batches, build
 from stormo.config.link import CANDIDATES, Link, candidates
 from stormo.distributed.world import World
@@ -86,26 +85,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40, help="that are timed in a round")
     parser.add_argument("--width", type=float, default=10.0, help="of the WideResNet (default: 10)")
-    parser.add_argument("--data-folder")
+    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: where stormo keeps them")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the benchmark itself")
     options = parser.parse_args(arguments)
     if min(options.workers - 1, options.rounds, options.steps) < 1:
         parser.error(
             "a link needs 2 workers, and a median a round and a step: set --workers 2, --rounds 1, --steps 1 or more"
         )
+    data = data_folder(options.data_folder)
     devices = find_slices() if options.device == "cuda" else cpu_processes(options.workers)
     if len(devices) < options.workers:
         print(f"stormo: {len(devices)} slices were found: cut a GPU with `stormo doctor --slices 7`", file=sys.stderr)
-        return 2
-    data = data_folder(options.data_folder)
-    if data is None:
         return 2
     devices = devices.take(0, options.workers)
     settings: list[dict[str, str]] = [{}, *CANDIDATES]
     found: list[list[Times]] = [[] for _ in settings]
     for _ in range(options.rounds):
         for setting, times in zip(settings, found, strict=True):
-            times.append(under(setting, devices, options.width, str(data), options.steps))
+            times.append(under(setting, devices, options.width, data, options.steps))
     print("\n".join(table(settings, found)))
     print(result_line({"workers": options.workers, **figures(settings, found)}))
     return 0

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import aligned, result_line, train_command
+from benchmarks.command import aligned, data_folder, result_line, train_command
 
 _IMAGES = ("fashion-mnist", "--task.train-samples", "8192", "--task.validation-samples", "512")
 _STEPS = 4
@@ -151,13 +151,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=3, help="trainings at a time (default: 3)")
     parser.add_argument("--only", default="", help="cells whose flags hold these words, such as '350m 16'")
-    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: found or fetched")
+    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: where stormo keeps them")
     options = parser.parse_args(arguments)
     from stormo.system.hardware import visible_gpus
 
+    data = ("--task.data-folder", data_folder(options.data_folder))
     if not visible_gpus():
         parser.error("no GPU is visible, and it is its memory that is forecast")
-    data = ("--task.data-folder", options.data_folder) if options.data_folder else ()
     wanted = [flags for flags in CELLS if all(word in flags for word in options.only.split())]
     every = [(*flags, *data) if flags[0] == "fashion-mnist" else flags for flags in wanted]
     with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from benchmarks.command import result_line, small_task
+from benchmarks.command import data_folder, result_line, small_task
 from benchmarks.paired_timing import NUM_WORKERS, Times, ratios, take_turns, times_of_workers
 
 if TYPE_CHECKING:
@@ -150,9 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a turn (default: 20)")
     parser.add_argument("--batch-size", type=int, default=64, help="samples of one worker in a step (default: 64)")
     parser.add_argument("--width", type=int, default=2, help="of the small network (default: 2)")
-    parser.add_argument("--data-folder", help="with the data set's files; default: found or fetched")
+    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: where stormo keeps them")
     parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.data_folder = data_folder(options.data_folder)
     if options.worker_folder:
         return work(options.worker_folder, flags(options, options.worker_folder), options.pairs, options.steps)
     times = times_of_workers("benchmarks.overhead", arguments)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import slice_exactness, slice_speed
-from benchmarks.command import largest, result_line
+from benchmarks.command import data_folder, largest, result_line
 from benchmarks.slice_devices import Devices, cpu_processes, find_slices
 
 ROOT = Path(__file__).parents[1]
@@ -48,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    options.data_folder = data_folder(options.data_folder)
-    if options.data_folder is None:
-        return 2
+    options.data_folder = Path(data_folder(options.data_folder))
     figures: dict[str, Any] = dict.fromkeys(FIGURES, math.nan)
     figures["workers"] = len(devices)
     details: dict[str, Any] = {}
@@ -84,7 +82,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=512)
     parser.add_argument("--width", type=float, default=10.0, help="of the WideResNet (default: 10)")
     parser.add_argument("--link", type=link, help="NCCL settings for `same link`; default: those that stormo chose")
-    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: stormo's cache")
+    parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: where stormo keeps them")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--workers", type=int, default=7, help="with --device cpu: processes (default: 7)")
     parser.add_argument("--quick", action="store_true", help="two cases and two sides, to try the benchmark itself")
@@ -100,22 +98,6 @@ def link(text: str) -> dict[str, str]:
     if not words or not all(name.startswith("NCCL_") and value for name, _, value in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list such as NCCL_MIN_NCHANNELS=4 NCCL_MAX_NCHANNELS=4")
     return {name: value for name, _, value in words}
-
-
-def data_folder(given: str | None) -> Path | None:
-    """The folder with Fashion-MNIST; None, and a sentence, where it is not on this machine."""
-    from stormo.data.fashion_mnist import find_or_fetch
-    from stormo.errors import StormoError
-
-    try:
-        return find_or_fetch(Path(given) if given else None, offline=True)
-    except StormoError as error:
-        print(
-            f"stormo: Fashion-MNIST is not on this machine ({error}); carry its four files here and name their folder "
-            "by --data-folder.",
-            file=sys.stderr,
-        )
-        return None
 
 
 def _sum_up(outcomes: Sequence[slice_exactness.Outcome], figures: dict[str, Any], details: dict[str, Any]) -> bool:

@@ -17,6 +17,11 @@ WITH_HELP = sorted(
     if re.search(r"\.parse_(known_)?args\(|read_options\(", text := path.read_text(encoding="utf-8"))
     and "__main__" in text
 )
+WITH_DATA = sorted(
+    name
+    for name in set(WITH_HELP) - {"slices", "slice_peers", "fingerprint"}  # tested elsewhere, told it, or without it
+    if '"--data-folder"' in (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.parametrize("name", WITH_HELP)
@@ -31,3 +36,14 @@ def test_the_help_of_a_benchmark_can_be_shown(
     assert "--help" in shown
     assert "%" not in re.sub(r"\d+ %", "", shown)  # a specifier that was left, or one that took what follows for itself
     assert "{'" not in shown
+
+
+@pytest.mark.parametrize("name", WITH_DATA)
+def test_a_benchmark_without_its_data_says_what_to_carry_and_asks_no_network(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--data-folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert ended.value.code == 2
+    assert "carry its four files here and name their folder by --data-folder" in capsys.readouterr().err

@@ -18,6 +18,7 @@ def test_the_exit_code_says_whether_the_promise_was_kept(
     hand_written_s: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = [[1.0, hand_written_s, hand_written_s]] * 2
+    monkeypatch.setattr(overhead, "data_folder", str)
     monkeypatch.setattr(overhead, "times_of_workers", lambda *_: Times(wall_s=times, cpu_s=times))
     assert overhead.main([]) == code
     last = capsys.readouterr().out.splitlines()[-1]

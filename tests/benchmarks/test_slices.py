@@ -78,7 +78,9 @@ def test_without_slices_or_data_it_says_what_to_do(
     assert slices.main([]) == 2
     assert "4 slices of a GPU were found and this benchmark needs 7: cut one with `stormo doctor" in _error(capsys)
     _cut(monkeypatch, 7)
-    assert slices.main(["--data-folder", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit) as ended:
+        slices.main(["--data-folder", str(tmp_path)])
+    assert ended.value.code == 2
     assert "carry its four files here and name their folder by --data-folder" in _error(capsys)
 
 
