@@ -19,13 +19,15 @@ OPTIMIZERS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
 }
 NAMES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive", "server", "mesh")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-BOTH, GPT, DEEP, RESNET = ("GPT", "WideResNet"), ("GPT",), ("deep GPT",), ("WideResNet",)
+BOTH, GPT, DEEP, RESNET, NORMED = ("GPT", "WideResNet"), ("GPT",), ("deep GPT",), ("WideResNet",), ("normed MLP",)
+_OF_7 = {"tensor": ("GPT of 7 heads", *NORMED), "hybrid": ("WideResNet of 14 classes", *NORMED)}
 # Neither batch nor epoch divides by the workers; the last batch of 3 leaves most of 8 workers without a sample.
 _UNEVEN = {"global_batch_size": 11, "num_samples": 25}
 # A pipeline splits a batch into equal micro-batches. Its last batch is a single sample.
 _EVEN = {"global_batch_size": 8, "num_samples": 17}
 # Batch norm sees the micro-batches one after the other, as in one process that accumulates them.
 _PARTS = {"global_batch_size": 12, "num_samples": 24}
+_PARTS_OF_7 = {"global_batch_size": 14, "num_samples": 28}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ class Case:
     @property
     def is_synchronised(self) -> bool:
         """Whether there is batch norm, whose statistics are those of the whole batch."""
-        return self.task == "WideResNet"
+        return self.task.startswith("WideResNet") or self.task == "normed MLP"
 
     @property
     def reference(self) -> tuple[Any, ...]:
@@ -92,31 +94,31 @@ def _presets(size: int) -> Iterator[Setup]:
         served = {"strategy": "server", "servers": servers}
         text = f"server, {servers} of {size}"
         yield Setup(strategy="server", text=text, num_workers=size, tasks=BOTH if size != 3 else GPT, flags=served)
-    if size in (3, 7):  # 32 rows in three or seven parts
+    if size == 3:  # nothing below divides by it
         return
-    if size > 2:
+    if size in (4, 8):
         nodes = {"strategy": "hsdp", "num_nodes": 2, "num_gpus": size // 2}
         yield Setup(strategy="hsdp", text="hsdp, 2 nodes", num_workers=size, tasks=BOTH, flags=nodes)
-    for name, tasks in (("tensor", GPT), ("hybrid", BOTH)):
+    for name, tasks in (_OF_7 if size == 7 else {"tensor": GPT, "hybrid": BOTH}).items():
         yield Setup(strategy=name, text=name, num_workers=size, tasks=tasks, flags={"strategy": name})
     naive = {"strategy": "naive"}
     yield Setup(strategy="naive", text="naive", num_workers=size, tasks=DEEP, flags=naive, data=_EVEN)
     for schedule in SCHEDULES:
-        if size == 8 and schedule in ("interleaved", "zero-bubble"):
-            continue  # two stages a worker are 16, and the GPT has 8 pieces
+        if size >= 7 and schedule in ("interleaved", "zero-bubble"):
+            continue  # two stages a worker are 14 or more, and the GPT has 8 pieces
         named = {"strategy": "pipeline", "schedule": schedule}
         text = f"pipeline, {schedule}"
         yield Setup(strategy="pipeline", text=text, num_workers=size, tasks=DEEP, flags=named, data=_EVEN)
-    if size == 2:
-        parts = {"strategy": "pipeline", "micro_batches": 6}
+    if size < 8:
+        count, data = (7, _PARTS_OF_7) if size == 7 else (6, _PARTS)
         yield Setup(
             strategy="pipeline",
-            text="pipeline, 1f1b, 6 micro-batches",
+            text=f"pipeline, 1f1b, {count} micro-batches",
             num_workers=size,
             tasks=RESNET,
-            flags=parts,
-            data=_PARTS,
-            reference_flags={"accumulate": 6},
+            flags={"strategy": "pipeline", "micro_batches": count},
+            data=data,
+            reference_flags={"accumulate": count},
         )
 
 
@@ -128,7 +130,24 @@ def _mesh(size: int, mesh: str, tasks: Sequence[str] | None = None, **flags: Any
     return Setup(strategy="mesh", text=text, num_workers=size, tasks=tasks or usual, flags=every, data=data)
 
 
+def batch_norms(size: int) -> Iterator[Setup]:
+    """Synchronised batch norm in what can be combined with the sharding of layers, and where that has several axes."""
+    if size == 2:
+        yield Setup(strategy="tensor", text="tensor", num_workers=2, tasks=NORMED, flags={"strategy": "tensor"})
+    if size != 4:
+        return
+    for mesh in ("replicate=2,tensor=2", "shard=2,tensor=2"):
+        yield _mesh(4, mesh, NORMED)
+    # Replicas cut their own samples into micro-batches: only whole ones hold those of one process.
+    for axis in ("replicate", "shard"):
+        whole = _mesh(4, f"pipeline=2,{axis}=2", RESNET, micro_batches=1)
+        yield replace(whole, data=_PARTS)
+    parts = _mesh(4, "pipeline=2,tensor=2", NORMED, micro_batches=3)
+    yield replace(parts, data=_PARTS, reference_flags={"accumulate": 3})
+
+
 def _products(size: int) -> Iterator[Setup]:
+    yield from batch_norms(size)
     if size == 4:
         for zero in (1, 2, 3):
             yield _mesh(4, "replicate=2,shard=2", BOTH, zero=zero)

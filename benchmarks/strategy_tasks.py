@@ -44,9 +44,9 @@ class Words(LanguageModel):
 class Images(FashionMnist):
     """A WideResNet of any width on random images, without dropout."""
 
-    def __init__(self, width: float, num_images: int) -> None:
+    def __init__(self, width: float, num_images: int, num_classes: int = NUM_CLASSES) -> None:
         super().__init__(FashionMnistOptions(width=width, dropout=0.0))
-        self._num_samples = num_images
+        self._num_samples, self._num_classes = num_images, num_classes
 
     def facts(self) -> Facts:
         """Of the made-up data."""
@@ -54,17 +54,50 @@ class Images(FashionMnist):
 
     def model(self) -> nn.Module:
         """With as many classes as workers may share."""
-        return WideResNet(self.options.width, dropout=0.0, num_classes=NUM_CLASSES)
+        return WideResNet(self.options.width, dropout=0.0, num_classes=self._num_classes)
 
     def train_data(self) -> TensorData:
         """Images as bytes and labels."""
         generator, count = _generator("images"), self._num_samples
         images = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
-        return TensorData(images, torch.randint(0, NUM_CLASSES, (count,), generator=generator))
+        return TensorData(images, torch.randint(0, self._num_classes, (count,), generator=generator))
 
     def validation_data(self) -> TensorData:
         """The same: nothing is learned from them."""
         return self.train_data()
+
+
+class Normed(Task):
+    """Linear layers in pairs, for tensor parallelism, with a batch norm between the pairs."""
+
+    def __init__(self, num_points: int) -> None:
+        super().__init__(None)
+        self._num_samples = num_points
+
+    def facts(self) -> Facts:
+        """Of the made-up data."""
+        return _facts(self._num_samples)
+
+    def model(self) -> nn.Module:
+        """Of 28 features, which 2, 4 or 7 workers can share."""
+        # Without a bias before a norm: its gradient is zero but for rounding, which lamb would scale up.
+        first, second = ([nn.Linear(wide, 28), nn.ReLU(), nn.Linear(28, 28, bias=False)] for wide in (4, 28))
+        return nn.Sequential(*first, nn.BatchNorm1d(28), nn.ReLU(), *second, nn.BatchNorm1d(28), nn.Linear(28, 4))
+
+    def train_data(self) -> TensorData:
+        """Random points."""
+        generator = _generator("points of a batch norm")
+        labels = torch.randint(0, 4, (self._num_samples,), generator=generator)
+        return TensorData(torch.randn(self._num_samples, 4, generator=generator), labels)
+
+    def validation_data(self) -> TensorData:
+        """The same: nothing is learned from them."""
+        return self.train_data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Cross-entropy."""
+        x, y = batch
+        return nn.functional.cross_entropy(model(x.to(torch.get_default_dtype())), y)
 
 
 class Wide(Task):
@@ -168,6 +201,10 @@ _TASKS: Mapping[str, Callable[[int], Task]] = {
     "GPT": lambda num_samples: Words(_GPT, num_samples),
     "deep GPT": lambda num_samples: Words(_DEEP_GPT, num_samples),
     "WideResNet": lambda num_samples: Images(0.25, num_samples),
+    # For 7 workers.
+    "GPT of 7 heads": lambda num_samples: Words(Size(num_layers=3, width=28, num_heads=7, block=12), num_samples),
+    "WideResNet of 14 classes": lambda num_samples: Images(0.25, num_samples, num_classes=14),
+    "normed MLP": Normed,
     "GAN": Gan,
 }
 

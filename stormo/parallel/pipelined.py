@@ -21,7 +21,7 @@ from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
-from stormo.layers.sync_batch_norm import BatchNormBase
+from stormo.layers.sync_batch_norm import BatchNormBase, local_statistics
 from stormo.parallel.coalesced import copy, split_like
 from stormo.parallel.fsdp import Sharded, compose
 from stormo.parallel.loss_weights import EmptyBatchGuard
@@ -50,7 +50,7 @@ class Pipelined(Sharded):
         per_worker = 1 if plan.layout.spec.schedule else STAGES_PER_WORKER[self._schedule]
         self._num_stages = per_worker * self._pipeline.size
         pieces = self._find_pieces(model)
-        stages = into_stages(pieces, self._num_stages, lambda: self._costs(pieces))
+        stages = into_stages(pieces, self._num_stages, lambda: self._costs(model, pieces))
         self._numbers = worker_stages(self._pipeline.rank, self._pipeline.size, self._num_stages)
         self._stages = [StageModule(stages[number]) for number in self._numbers]
         self.notices += self._batch_norm_notice(model)
@@ -74,7 +74,7 @@ class Pipelined(Sharded):
         pieces = find_pieces(model, given, name=name, call=self._call)
         is_small = sum(parameter.numel() for parameter in model.parameters()) <= _MOST_CHECKED
         if given is not None and is_small and self.world.is_main:
-            with temporary_weights([model], self.world.device):
+            with temporary_weights([model], self.world.device), local_statistics(model):
                 check_pieces(model, pieces, self._call, self.world.device)
         direct = [getattr(module, name) for piece in pieces.items for module, name in piece.direct]
         if self._zero and any(isinstance(tensor, nn.Parameter) for tensor in direct):
@@ -85,11 +85,11 @@ class Pipelined(Sharded):
             )
         return pieces
 
-    def _costs(self, pieces: Pieces) -> list[float]:
+    def _costs(self, model: nn.Module, pieces: Pieces) -> list[float]:
         """Seconds of each piece, as rank 0 measures them."""
         costs: list[float] = []
         if self.world.is_main:
-            with self.autocast():
+            with self.autocast(), local_statistics(model):
                 costs = measured_costs(pieces, self._call, self.world.device)
         return [float(cost) for cost in self.world.broadcast_object(costs)]
 
