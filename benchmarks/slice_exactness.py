@@ -1,9 +1,10 @@
 """The stage `exactness` of `benchmarks.slices`: every parallel setup on real devices against one process.
 
-Few cases for each setup, since every case costs device time. In float64 all must equal one process within 1e-10. In
-fp32 within 1e-5; in bf16 within a few times the difference of two single processes that sum the same batch in another
-order. Compressed gradients are rounded: there the workers must be equal to the bit, and the losses close. Last, the
-real command is killed on 4 devices and resumes on 2 with another strategy and on 1.
+Few cases for each setup, since every case costs device time. In float64 all must equal one process within 1e-10, in
+fp32 within 1e-5. In tf32, bf16 and fp16 they must differ from it by no more than three times what single processes
+differ that sum the same batch in other orders (`fsdp` gathers weights of 16 bits, which rounds more). Compressed
+gradients are rounded: there the workers must be equal to the bit, and the losses close. The real command is killed on 4
+and on 7 devices and resumes on other numbers with other strategies and meshes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,16 @@ from benchmarks.rank_pool import RankFailedError, RankPool
 from benchmarks.slice_devices import Devices
 from benchmarks.strategy_cases import CONTROL_SETUPS, GPT, OPTIMIZERS, RESNET, Case, Setup, setups
 from benchmarks.strategy_exactness import CONTROL_LIMIT, LIMIT, Trained, difference, train_rank
+from stormo.errors import pluralize
 
-LIMITS = {"fp64": LIMIT, "fp32": 1e-5, "bf16": 3.0, "16-bit gradients": 0.01, "low-rank gradients": 0.5}
+_ROUNDED = ("tf32", "bf16", "fp16")
+LIMITS = {"fp64": LIMIT, "fp32": 1e-5, **dict.fromkeys(_ROUNDED, 3.0), "16-bit gradients": 0.01}
+LIMITS["low-rank gradients"] = 0.5
+_PARTS = (2, 3, 4, 7)  # in which a single process sums a batch, for the spread of a number format
 _CASE_S = 60.0  # after which a case has hung
-_EVERY_OPTIMIZER = {2: ("ddp", "zero2"), 4: ("fsdp", "tensor")}  # by number of workers
-_EVEN = {"global_batch_size": 8, "num_samples": 16}
-_GHOSTS = {"global_batch_size": 16, "num_samples": 32}
+_EVERY_OPTIMIZER = {2: ("ddp", "zero2"), 4: ("fsdp", "tensor"), 7: ("zero1", "fsdp")}  # by number of workers
+_FORMATS = {2: ("zero1", "zero2"), 4: ("ddp", "fsdp", "tensor"), 7: ("ddp", "fsdp")}
+_COMPRESSED = {2: ("fp16",), 4: ("bf16", "powersgd"), 7: ("bf16", "fp16", "powersgd")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,23 +98,24 @@ def _plain(size: int) -> Iterator[Checked]:
 def _special(size: int) -> Iterator[Checked]:
     """Ghost batch norm, averaged weights, other number formats, compressed gradients, controls."""
     make = partial(_setup, size)
-    if size in (2, 4):
-        ghosts = {"ghost_batch_size": 2, "sync_batch_norm": False}
-        yield _checked(make("ddp, ghosts of 2", RESNET, ghosts, ghosts, _GHOSTS), "sgd")
-        plain = {"momentum": 0.0, "nesterov": False, "clip_norm": None}
-        local = {"strategy": "local", "average_every": "1", **plain}
-        yield _checked(make("local, averaged in every step", GPT, local, plain, _EVEN), "sgd")
-    if size == 2:
-        for setup in CONTROL_SETUPS:
-            optimizer = "sgd" if setup.control == "clipping" else "lamb"
-            yield Checked(case=Case(setup=setup, task="GPT", optimizer=optimizer), kind="control")
-    if size == 4:
-        for strategy in ("ddp", "fsdp", "tensor"):
-            for kind in ("fp32", "bf16"):
-                own = {"strategy": strategy, "precision": kind}
-                yield _checked(make(f"{strategy}, {kind}", GPT, own, {"precision": kind}), "sgd", kind)
-        for method, kind in (("bf16", "16-bit gradients"), ("powersgd", "low-rank gradients")):
-            yield _checked(make(f"ddp, compress {method}", GPT, {"compress": method}, {}), "sgd", kind)
+    even = {"global_batch_size": 4 * size, "num_samples": 8 * size}
+    ghosts = {"ghost_batch_size": 2, "sync_batch_norm": False}
+    for strategy in ("ddp", "fsdp"):
+        own = {"strategy": strategy, **ghosts}
+        yield _checked(make(f"{strategy}, ghosts of 2", RESNET, own, ghosts, even), "sgd")
+    plain = {"momentum": 0.0, "nesterov": False, "clip_norm": None}
+    local = {"strategy": "local", "average_every": "1", **plain}
+    yield _checked(make("local, averaged in every step", GPT, local, plain, even), "sgd")
+    for setup in CONTROL_SETUPS if size == 2 else ():
+        optimizer = "sgd" if setup.control == "clipping" else "lamb"
+        yield Checked(case=Case(setup=setup, task="GPT", optimizer=optimizer), kind="control")
+    for strategy in _FORMATS[size]:
+        for kind in ("fp32", *_ROUNDED):
+            own = {"strategy": strategy, "precision": kind}
+            yield _checked(make(f"{strategy}, {kind}", GPT, own, {"precision": kind}), "sgd", kind)
+    for method in _COMPRESSED[size]:
+        kind = "low-rank gradients" if method == "powersgd" else "16-bit gradients"
+        yield _checked(make(f"ddp, compress {method}", GPT, {"compress": method}, {}), "sgd", kind)
 
 
 def _setup(
@@ -144,6 +151,7 @@ class Comparer:
         self._pool = RankPool(_CASE_S, environments)
         self._deadline_s = deadline_s  # on the clock time.monotonic()
         self._references: dict[Any, Trained] = {}
+        self._spreads: dict[Any, float] = {}  # by reference
 
     def run(self, wanted: Sequence[Checked]) -> list[Outcome]:
         """Compare one after the other, until the time is over."""
@@ -177,14 +185,19 @@ class Comparer:
         if "ghost_batch_size" in case.setup.flags:  # each worker's running statistics are of its own ghosts
             ranks, reference = [_without_buffers(rank) for rank in ranks], _without_buffers(reference)
         found = difference(ranks, reference)
-        return found / self._spread(case, reference) if one.kind == "bf16" else found
+        return found / self._spread(case, reference) if one.kind in _ROUNDED else found
 
     def _spread(self, case: Case, reference: Trained) -> float:
-        """The difference of one process that sums the batch in as many parts as there are workers."""
-        parts = {**case.setup.reference_flags, "accumulate": case.setup.num_workers}
-        setup = _setup(1, "one process", case.setup.tasks, case.setup.flags, parts, case.setup.data)
-        in_parts = Case(setup=setup, task=case.task, optimizer=case.optimizer)
-        return difference(self._pool.run(train_rank, 1, in_parts, True), reference)
+        """The largest difference between single processes that sum the batch whole and in several numbers of parts."""
+        if case.reference not in self._spreads:
+            singles = [reference]
+            for count in _PARTS:
+                parts = {**case.setup.reference_flags, "accumulate": count}
+                setup = _setup(1, "one process", case.setup.tasks, case.setup.flags, parts, case.setup.data)
+                in_parts = Case(setup=setup, task=case.task, optimizer=case.optimizer)
+                singles += self._pool.run(train_rank, 1, in_parts, True)
+            self._spreads[case.reference] = max(difference([a], b) for a, b in combinations(singles, 2))
+        return self._spreads[case.reference]
 
 
 def loss_difference(ranks: Sequence[Trained], reference: Trained) -> float:
@@ -203,51 +216,86 @@ def _without_buffers(trained: Trained) -> Trained:
 
 def _tell(outcome: Outcome, took_s: float) -> None:
     text = f"failed: {outcome.failure}" if outcome.failure else f"{outcome.difference:.1e}"
-    unit = {"bf16": " of its spread", "fp64": ""}.get(outcome.kind, f" ({outcome.kind})")
+    unit = {"fp64": "", **dict.fromkeys(_ROUNDED, " of its spread")}.get(outcome.kind, f" ({outcome.kind})")
     mark = "" if outcome.is_good else "  <-- not as it should be"
     print(f"{outcome.name}: {text}{unit} ({took_s:.1f} s){mark}", file=sys.stderr, flush=True)
 
 
 # --- the real command, killed and resumed -----------------------------------------------------------------------------
 
-_EPOCHS = 4
-_RECIPE = (
+_COMMON = (
+    *("--precision", "fp64", "--nesterov", "--optimizer", "sgd", "--weight-decay", "0.0005", "--clip-norm", "1"),
+    *("--base-lr", "0.05", "--warmup-epochs", "1", "--decay", "cosine", "--target-accuracy", "1.1"),
+    *("--checkpoint-every", "3", "--no-tensorboard"),
+)
+_IMAGES = (
+    *("fashion-mnist", "--task.width", "0.25", "--task.dropout", "0", "--task.augment", "--sync-batch-norm"),
     *("--task.train-samples", "103", "--task.validation-samples", "100", "--global-batch-size", "25"),
-    *("--precision", "fp64", "--nesterov", "--weight-decay", "0.0005", "--clip-norm", "1", "--base-lr", "0.05"),
-    *("--warmup-epochs", "1", "--decay", "cosine", "--task.dropout", "0", "--task.augment", "--sync-batch-norm"),
-    *("--epochs", str(_EPOCHS), "--target-accuracy", "1.1", "--checkpoint-every", "3", "--no-tensorboard"),
+    *("--epochs", "4"),
+)
+_TEXT = (
+    *("language-model", "--task.block", "32", "--task.train-bytes", "3168", "--task.validation-bytes", "660"),
+    *("--global-batch-size", "24", "--epochs", "8"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """A training that is killed, and what it is resumed on: numbers of workers with their flags."""
+
+    task: Sequence[str]
+    killed: tuple[int, str]
+    resumes: Sequence[tuple[int, str]]
+
+
+CHAINS = (
+    Chain(task=_IMAGES, killed=(4, "--strategy ddp"), resumes=((2, "--strategy fsdp"), (1, "--strategy single"))),
+    Chain(
+        task=_TEXT,
+        killed=(4, "--mesh shard=2,tensor=2"),
+        resumes=((4, "--mesh pipeline=2,replicate=2"), (2, "--strategy tensor")),
+    ),
+    Chain(
+        task=_TEXT,
+        killed=(7, "--strategy fsdp"),
+        resumes=((4, "--mesh pipeline=2,shard=2"), (2, "--strategy zero1"), (7, "--strategy ddp")),
+    ),
 )
 
 
 class Resumed:
     """A run that is killed once it has saved, resumed on other devices, and compared with one that was left alone."""
 
-    def __init__(self, devices: Devices, folder: Path, data_folder: Path, num_workers: int) -> None:
-        self._devices, self._folder, self._data_folder = devices, folder, data_folder
-        self._num_workers = num_workers  # of the run that is killed
+    def __init__(self, devices: Devices, folder: Path, data_folder: Path, chain: Chain) -> None:
+        self._devices, self._folder, self._chain = devices, folder, chain
+        self._data = ("--task.data-folder", str(data_folder)) if chain.task is _IMAGES else ()
 
     def run(self) -> list[Outcome]:
-        """Train, kill, resume twice, compare."""
-        half = max(1, self._num_workers // 2)
-        alone = self._start("alone", self._devices.take(len(self._devices) - 1, 1), "single")
-        killed = self._start("killed", self._devices.take(0, self._num_workers), "ddp")
-        failure = self._kill(killed)
-        resumes = {f"{half} workers, fsdp": (self._devices.take(0, half), "fsdp")}
-        resumes["1 worker"] = (self._devices.take(half, 1), "single")
-        running = {}
-        for name, (devices, strategy) in resumes.items() if not failure else ():
-            shutil.copytree(self._folder / "killed", self._folder / name)
-            running[name] = self._start(name, devices, strategy, "--resume")
-        failures = {name: _ended(process) for name, process in {"alone": alone, **running}.items()}
-        return [self._outcome(name, failure or failures[name] or failures["alone"]) for name in resumes]
+        """Train, kill, resume, compare."""
+        failure = self._kill(self._start("killed", 0, *self._chain.killed))
+        jobs = [("alone", 1, "--strategy single")]
+        jobs += [(f"{pluralize(count, 'worker')}, {flags}", count, flags) for count, flags in self._chain.resumes]
+        running: dict[str, subprocess.Popen[str]] = {}
+        failures: dict[str, str] = {}
+        first = 0
+        for name, count, flags in jobs if not failure else ():
+            if first + count > len(self._devices):
+                failures |= {one: _ended(process) for one, process in running.items()}
+                running, first = {}, 0
+            if name != "alone":
+                shutil.copytree(self._folder / "killed", self._folder / name)
+            resumes = "" if name == "alone" else " --resume"
+            running[name] = self._start(name, first, count, flags + resumes)
+            first += count
+        failures |= {name: _ended(process) for name, process in running.items()}
+        return [self._outcome(name, failure or failures[name] or failures["alone"]) for name, *_ in jobs[1:]]
 
-    def _start(self, name: str, devices: Devices, strategy: str, *more: str) -> subprocess.Popen[str]:
+    def _start(self, name: str, first: int, count: int, flags: str) -> subprocess.Popen[str]:
+        devices = self._devices.take(first, count)
         command = train_command(
-            *("fashion-mnist", "--task.width", 0.25, "--strategy", strategy),
-            *("--device", devices.device, "--num-gpus", len(devices)),
-            *_RECIPE,
-            *("--task.data-folder", str(self._data_folder), "--runs-folder", str(self._folder), "--run-name", name),
-            *more,
+            *(*self._chain.task, *self._data, *_COMMON, *flags.split()),
+            *("--device", devices.device, "--num-gpus", count),
+            *("--runs-folder", str(self._folder), "--run-name", name),
         )
         return subprocess.Popen(
             command,
@@ -273,7 +321,8 @@ class Resumed:
     def _outcome(self, name: str, failure: str) -> Outcome:
         from stormo import checkpoint
 
-        text = f"killed on {self._num_workers} workers, resumed on {name}"
+        count, flags = self._chain.killed
+        text = f"killed on {count} workers, {flags}; resumed on {name}"
         if failure:
             return Outcome(name=text, kind="fp64", difference=math.nan, failure=failure)
         states = []
@@ -303,11 +352,14 @@ def run_stage(devices: Devices, data_folder: Path, *, budget_s: float, quick: bo
     deadline_s = time.monotonic() + budget_s
     if quick:
         return Comparer(devices, deadline_s).run(quick_checks(len(devices)))
-    with tempfile.TemporaryDirectory() as folder:
+    outcomes: list[Outcome] = []
+    for chain in CHAINS:
         began_s = time.monotonic()
-        outcomes = Resumed(devices, Path(folder), data_folder, 4).run()
-        for one in outcomes:
+        with tempfile.TemporaryDirectory() as folder:
+            resumed = Resumed(devices, Path(folder), data_folder, chain).run()
+        for one in resumed:
             _tell(one, time.monotonic() - began_s)
+        outcomes += resumed
     outcomes += Comparer(devices, deadline_s).run(checks([len(devices)]))
     sides = ((devices.take(0, 4), checks([4])), (devices.take(4, 2), checks([2])))
     with ThreadPoolExecutor() as threads:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import rank_pool, slice_devices, slices
 from benchmarks.slice_devices import cpu_processes, find_slices
-from benchmarks.slice_exactness import Outcome, checks, loss_difference
+from benchmarks.slice_exactness import LIMITS, Outcome, checks, loss_difference
 from benchmarks.slice_speed import Speed, recorded_link
 from benchmarks.strategy_exactness import Trained
 from benchmarks.strategy_worker import Chunk
@@ -95,7 +95,7 @@ def test_every_strategy_is_compared_on_slices() -> None:
     strategies = {one.case.setup.flags.get("strategy", "mesh") for one in every}
     assert strategies == SPECS.keys() - {"single", "dp"}
     assert {one.case.setup.num_workers for one in every} == {2, 4, 7}
-    assert {one.kind for one in every} == {"control", "fp64", "fp32", "bf16", "16-bit gradients", "low-rank gradients"}
+    assert {one.kind for one in every} == {"control", *LIMITS}
     assert len({(one.name, one.case.optimizer) for one in every}) == len(every)
 
 
