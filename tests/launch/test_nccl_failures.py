@@ -66,22 +66,24 @@ def lines_of(job: Any) -> list[str]:
 
 
 @pytest.fixture
-def failed(start_program: StartProgram, tmp_path: Path) -> Callable[[str], list[str]]:
-    """Trains on four slices with a fault; the lines on stderr."""
+def failed(start_program: StartProgram, tmp_path: Path) -> Callable[..., list[str]]:
+    """Trains with a fault, on four slices unless told otherwise; the lines on stderr."""
 
-    def run(fault: str) -> list[str]:
-        slices = find_slices().take(0, 4).of_command()
-        return lines_of(start_program(command(tmp_path, "--num-gpus", "4"), TINY_FAULT=fault, **slices))
+    def run(fault: str, count: int = 4) -> list[str]:
+        slices = find_slices().take(0, count).of_command()
+        return lines_of(start_program(command(tmp_path, "--num-gpus", str(count)), TINY_FAULT=fault, **slices))
 
     return run
 
 
-Failed = Callable[[str], list[str]]
+Failed = Callable[..., list[str]]
+COUNTS = [2, 4, pytest.param(7, marks=pytest.mark.slices(7))]
 
 
-def test_a_killed_rank(failed: Failed) -> None:
-    first = failed("kill 2 30")[0]
-    assert first.startswith("stormo: rank 2 on host ")
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_killed_rank(failed: Failed, count: int) -> None:
+    first = failed("kill 1 30", count)[0]
+    assert first.startswith("stormo: rank 1 on host ")
     assert first.endswith("was killed by SIGKILL (signal 9)")
 
 
@@ -99,15 +101,17 @@ def test_a_killed_rank_whose_steps_are_replayed_or_whose_statistics_are_summed_t
     assert first.endswith("was killed by SIGKILL (signal 9)")
 
 
-def test_a_stopped_rank(failed: Failed) -> None:
-    lines = failed("stop 2 30")
-    assert lines[0].startswith("stormo: rank 2 (pid ")
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_stopped_rank(failed: Failed, count: int) -> None:
+    lines = failed("stop 1 30", count)
+    assert lines[0].startswith("stormo: rank 1 (pid ")
     assert "has sent no sign of life for 15 s" in lines[0]
-    assert lines[1].startswith("stormo: rank 2 ")
+    assert lines[1].startswith("stormo: rank 1 ")
 
 
-def test_a_rank_that_raises(failed: Failed) -> None:
-    lines = failed("raise 1 30")
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_rank_that_raises(failed: Failed, count: int) -> None:
+    lines = failed("raise 1 30", count)
     assert lines[0].startswith("stormo: rank 1 on host ")
     assert lines[0].endswith("failed: ValueError: the tiny task fails on purpose")
     assert lines[1].startswith("Traceback")

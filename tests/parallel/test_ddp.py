@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from stormo.config.link import Link
@@ -368,3 +370,37 @@ def test_a_parameter_may_be_used_in_any_micro_batch_of_a_step(run_ranks: Ranks) 
 
 def test_workers_that_use_different_parameters_exchange_gradients_and_statistics(run_ranks: Ranks) -> None:
     assert_both_are_trained(run_ranks(trained_branches, 2))
+
+
+class Scaled(nn.Module):
+    """Its weight's gradient has other strides than the weight, along a side of length 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = x * self.weight.t()
+        return scaled
+
+
+class ScaledTask(Tiny):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Scaled(), nn.Linear(8, 3))
+
+
+def _gradients_and_buckets(world: World) -> tuple[bool, int, int]:
+    """Whether gradients have the strides of their parameters, and how many memories there are for how many of them."""
+    parts = build(world, {"num_train": 64, "norm": False}, task_class=ScaledTask, global_batch_size=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as DDP would warn of strides
+        steps(parts, 2)
+        parts.strategy.micro_step(next(iter(parts.loader.epoch(2))))
+    parameters = [one for one in parts.strategy.module.parameters() if one.grad is not None]
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    is_alike = all(one.stride() == made.stride() for one, made in zip(parameters, gradients, strict=True))
+    return is_alike, len({made.untyped_storage().data_ptr() for made in gradients}), len(gradients)
+
+
+def test_gradients_are_parts_of_a_bucket_and_have_the_strides_of_their_weights(run_ranks: Ranks) -> None:
+    assert run_ranks(_gradients_and_buckets, 2) == [(True, 1, 3)] * 2

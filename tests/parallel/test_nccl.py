@@ -14,7 +14,7 @@ from benchmarks.slice_devices import find_slices
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
 from tests.parallel.test_ddp import assert_both_are_trained, no_batch_norm, trained_branches
-from tests.parallel.test_exposed import SETUPS, Trunk
+from tests.parallel.test_exposed import SETUPS, Trunk, assert_waits_are_counted, waited
 from tests.tiny_run import Parts, build
 from tests.tiny_task import points
 from tests.uncounted_task import Uncounted
@@ -56,7 +56,7 @@ def _trained_without_waiting(world: World, flags: dict[str, Any]) -> bool:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
 
-    parts = _built(world, flags)
+    parts = _built(world, flags, norm=bool(flags.get("sync_batch_norm")))
     try:
         _train(parts, 2 * NUM_STEPS, refuse_waits)
     finally:
@@ -65,10 +65,41 @@ def _trained_without_waiting(world: World, flags: dict[str, Any]) -> bool:
     return all(bool(weight.isfinite().all()) for weight in parts.strategy.weights())
 
 
-@pytest.mark.parametrize("name", [name for name in SETUPS if name != "server"])  # servers hold weights in host memory
+# Servers hold weights in host memory.
+WITHOUT_WAITING: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: setup for name, setup in SETUPS.items() if name != "server"},
+    "pipelines": (4, {"mesh": "pipeline=2,replicate=2"}),
+    "pipelines of shards": (4, {"mesh": "pipeline=2,shard=2"}),
+    "shards of tensor-parallel models": (4, {"mesh": "shard=2,tensor=2"}),
+    "16-bit gradients": (4, {"strategy": "ddp", "compress": "fp16"}),
+    "low-rank gradients": (4, {"strategy": "ddp", "compress": "powersgd", "compress_rank": 1}),
+    "synchronised batch norm": (4, {"strategy": "ddp", "sync_batch_norm": True}),
+    "synchronised batch norm of shards": (4, {"strategy": "fsdp", "sync_batch_norm": True}),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_WAITING)
 def test_no_step_waits_for_the_device(pool: RankPool, name: str) -> None:
-    size, flags = SETUPS[name]
+    size, flags = WITHOUT_WAITING[name]
     assert pool.run(_trained_without_waiting, size, flags) == [True] * size
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_waits_of_a_strategy_are_counted_over_nccl(pool: RankPool, name: str) -> None:
+    size, flags = SETUPS[name]
+    assert_waits_are_counted(pool.run(waited, size, flags))
+
+
+def _priorities(world: World) -> tuple[bool, bool]:
+    """Of the streams of small messages, and of gradients."""
+    groups = (world.small_messages().group, world.data.group)
+    backends = [group._get_backend(world.device) for group in groups if group is not None]
+    first, second = (backend.options.is_high_priority_stream for backend in backends)
+    return first, second
+
+
+def test_small_messages_have_a_stream_of_high_priority(pool: RankPool) -> None:
+    assert pool.run(_priorities, 4) == [(True, False)] * 4
 
 
 def _trained(world: World, flags: dict[str, Any]) -> tuple[list[Any], list[float] | None, bool]:
