@@ -146,8 +146,16 @@ def batch_norms(size: int) -> Iterator[Setup]:
     yield replace(parts, data=_PARTS, reference_flags={"accumulate": 3})
 
 
+def new_shapes(size: int) -> Iterator[Setup]:
+    """A pipeline of shards that makes stages for a new number of samples in the middle of a step."""
+    if size == 4:
+        short = {"global_batch_size": 16, "num_samples": 27}  # the last step has 5 and 6 samples: 2 + 3, 3 + 3
+        yield replace(_mesh(4, "pipeline=2,shard=2", accumulate=2, micro_batches=1), data=short)
+
+
 def _products(size: int) -> Iterator[Setup]:
     yield from batch_norms(size)
+    yield from new_shapes(size)
     if size == 4:
         for zero in (1, 2, 3):
             yield _mesh(4, "replicate=2,shard=2", BOTH, zero=zero)

@@ -67,6 +67,7 @@ _UNREDUCED = re.compile(r"did not receive grad for rank[^:]*:([\d ]*)")
 _TASK_MISTAKES = {
     "dtype": re.compile(
         r"same (?:dtype|datatype)|scalar type|Found dtype|target dtype|type \(\w+\) should be the same"
+        r"|type \(torch\.((?:cuda\.)?)\w+\) and weight type \(torch\.\1[A-Z]\w+\) should be the same"  # on one device
     ),
     "sparse": re.compile(r"storage of SparseTensorImpl"),
     "wrapper": re.compile(r"'\w*Parallel' object (?:has no attribute|is not)"),  # Python's text

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import strategy_exactness
-from benchmarks.strategy_cases import NAMES, OPTIMIZERS, Case, Setup, batch_norms, cases, setups
+from benchmarks.strategy_cases import NAMES, OPTIMIZERS, Case, Setup, batch_norms, cases, new_shapes, setups
 from benchmarks.strategy_exactness import CONTROL_LIMIT, LIMIT, Compared, Trained, difference, train_rank
 from benchmarks.strategy_worker import Chunk
 
@@ -83,8 +83,12 @@ def test_names_are_checked() -> None:
         strategy_exactness.names("fdsp")
 
 
-@pytest.mark.parametrize("setup", [*batch_norms(4)], ids=lambda setup: f"{setup.text}, {setup.tasks[0]}")
-def test_synchronised_batch_norm_equals_one_process(setup: Setup, run_ranks: Callable[..., list[Any]]) -> None:
+@pytest.mark.parametrize(
+    "setup", [*batch_norms(4), *new_shapes(4)], ids=lambda setup: f"{setup.text}, {setup.tasks[0]}"
+)
+def test_batch_norm_and_new_shapes_in_meshes_equal_one_process(
+    setup: Setup, run_ranks: Callable[..., list[Any]]
+) -> None:
     case = Case(setup=setup, task=setup.tasks[0], optimizer="lamb")
     reference = run_ranks(train_rank, 1, case, True)[0]
     assert difference(run_ranks(train_rank, 4, case, False), reference) <= LIMIT

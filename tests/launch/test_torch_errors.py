@@ -345,3 +345,20 @@ def test_tensors_of_several_types(mistake: Callable[[], Any]) -> None:
         mistake()
     assert task_mistake(caught.value) == "dtype", str(caught.value)
     assert task_mistake(RuntimeError("boom")) is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "num_sides"), [(nn.Conv1d(2, 2, 1), 1), (nn.Conv2d(2, 2, 1), 2), (nn.Linear(2, 2), 0)]
+)
+def test_numbers_of_other_types_are_known_as_such(layer: nn.Module, num_sides: int) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        layer.double()(torch.ones(2, 2, *[1] * num_sides))
+    assert task_mistake(raised.value) == "dtype"
+
+
+def test_a_batch_on_another_device_is_no_question_of_types() -> None:
+    text = "Input type (torch.{}FloatTensor) and weight type (torch.{}FloatTensor) should be the same"
+    for here, there in (("", "cuda."), ("cuda.", "")):
+        assert task_mistake(RuntimeError(text.format(here, there))) is None
+    half = "Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the same"
+    assert task_mistake(RuntimeError(half)) == "dtype"

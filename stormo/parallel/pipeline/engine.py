@@ -41,7 +41,7 @@ from stormo.parallel.pipeline.schedules import FORWARD, most_micro_batches, work
 from stormo.parallel.pipeline.stage import ScheduleTrace, Stage, WiredModule
 from stormo.parallel.pytree import tree_map_only, tree_tensors
 
-_CACHE_SIZE = 8  # shapes; each keeps the memory in which its activations are received
+_CACHE_SIZE = 8  # shapes of training, and of validation; each keeps the memory in which its activations are received
 _LOGGER = logging.getLogger("torch.distributed.pipelining.schedules")
 
 
@@ -174,12 +174,12 @@ class Engine:
             # A forward finds the shapes, and all workers that exchange tensors in it must take part.
             is_new = bool(self._synchronized.max(torch.tensor([is_new], dtype=torch.int64)))
         if is_new:
-            # Again on all of them: torch frees gathered weights when stages run for the first time.
             prepared = self._make(call, count, has_backward=has_backward)
         assert prepared is not None
         self._prepared[key] = prepared
-        if len(self._prepared) > _CACHE_SIZE:
-            del self._prepared[next(iter(self._prepared))]
+        alike = [one for one in self._prepared if one[0] == has_backward]  # validation replaces no training shapes
+        if len(alike) > _CACHE_SIZE:
+            del self._prepared[alike[0]]
         return prepared
 
     def _make(self, call: ModelCall, count: int, *, has_backward: bool) -> _Prepared:

@@ -97,6 +97,9 @@ class Stage(PipelineStage):
         """torch would unpickle what another worker sends. All shapes are known, so it never asks."""
         raise AssertionError(f"stage {src_stage} describes what it sends, which is known")
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """torch would clear the gradients of earlier micro-batches. All shapes are known, so nothing was inferred."""
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch forward."""
         with self._trace(FORWARD, self.stage_index, fwd_chunk_id):
