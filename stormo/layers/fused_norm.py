@@ -67,7 +67,13 @@ def _partial_statistics(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _global_statistics(
-    x: Tensor, matrix: Matrix, running_mean: Tensor, running_var: Tensor, options: _Options, reduce: Reduce
+    x: Tensor,
+    matrix: Matrix,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches: Tensor | None,
+    options: _Options,
+    reduce: Reduce,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, inverse deviation and count over all ranks, in one collective."""
     vector = torch.zeros(1 + 2 * matrix.num_channels, dtype=torch.float64, device=x.device)
@@ -81,7 +87,7 @@ def _global_statistics(
         )
     reduce(vector)
     count, mean, variance = unpack_moments(vector)
-    update_running(running_mean, running_var, vector, mean, variance, options.momentum)
+    update_running(running_mean, running_var, num_batches, vector, mean, variance, options.momentum)
     return mean.float(), (variance + options.eps).rsqrt().float(), count
 
 
@@ -109,11 +115,8 @@ class _FusedNormAct(torch.autograd.Function):
                 # A copy: a training pass before this one's backward would move the running mean in place.
                 mean, invstd = running_mean.clone(), (running_var + options.eps).rsqrt()
             elif options.reduce_stats is not None:
-                if num_batches_tracked is not None:
-                    num_batches_tracked.add_(1)
-                mean, invstd, count = _global_statistics(
-                    x, matrix, running_mean, running_var, options, options.reduce_stats
-                )
+                statistics = running_mean, running_var, num_batches_tracked
+                mean, invstd, count = _global_statistics(x, matrix, *statistics, options, options.reduce_stats)
             else:
                 mean, invstd = torch.empty_like(running_mean), torch.empty_like(running_var)
                 partials = _partial_statistics(x, matrix)

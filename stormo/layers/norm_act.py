@@ -155,12 +155,12 @@ class NormAct(nn.Module, SynchronisedNorm):
         if self.is_fused(x):
             from stormo.layers import fused_norm
 
-            counter = self.num_batches_tracked
             settings |= {"reduce_stats": reduce, "reduce_grads": reduce, "absent": self.absent}
-            return fused_norm.norm_act(x, residual, *tensors, num_batches_tracked=counter, **settings)
+            return fused_norm.norm_act(x, residual, *tensors, num_batches_tracked=self.num_batches_tracked, **settings)
+        if reduce is not None:
+            counted = *tensors, self.num_batches_tracked
+            y = SyncNorm.apply(x, *counted, self.momentum, self.eps, reduce, self.absent)  # type: ignore[no-untyped-call]
+            return add_residual(_activate(y, self.dropout, self.activation), residual, residual_bias)
         if training:
             self.num_batches_tracked.add_(1)
-        if reduce is not None:
-            y = SyncNorm.apply(x, *tensors, self.momentum, self.eps, reduce, self.absent)  # type: ignore[no-untyped-call]
-            return add_residual(_activate(y, self.dropout, self.activation), residual, residual_bias)
         return plain_norm_act(x, residual, *tensors, **settings)

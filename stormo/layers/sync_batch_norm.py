@@ -56,13 +56,28 @@ def unpack_moments(vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def update_running(
-    running_mean: Tensor, running_var: Tensor, vector: Tensor, mean: Tensor, variance: Tensor, momentum: float
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches: Tensor | None,
+    vector: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    momentum: float | None,
 ) -> None:
-    """Update the running statistics with those of a global batch, with the unbiased variance, as torch does."""
+    """Update the running statistics with those of a global batch, with the unbiased variance, as torch does.
+
+    One to which no rank had a sample changes nothing. Without `momentum` they are the average of all batches so far.
+    """
     count = vector[0]
+    is_batch = count > 0  # on the device: asking the host whether every rank was absent would synchronise
+    if num_batches is not None:
+        num_batches.add_(is_batch)
+    if momentum is None:
+        assert num_batches is not None, "an average over all batches needs their number"
+        weight = is_batch / num_batches.clamp(min=1).to(count.dtype)
+    else:
+        weight = momentum * is_batch.to(count.dtype)  # bool times float would be float32
     unbiased = variance * (count / (count - 1.0).clamp(min=1.0))
-    # The weight stays on the device: asking the host whether every rank was absent would synchronise.
-    weight = momentum * (count > 0).to(count.dtype)  # bool times float would be float32
     running_mean.lerp_(mean.to(running_mean.dtype), weight.to(running_mean.dtype))
     running_var.lerp_(unbiased.to(running_var.dtype), weight.to(running_var.dtype))
 
@@ -74,7 +89,8 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 class SyncNorm(torch.autograd.Function):
     """Batch norm with global statistics in plain torch operations, for every backend, dtype and layout.
 
-    Arguments: x, weight, bias, running_mean, running_var (the last four may be None), momentum, eps, reduce, absent.
+    Arguments: x, weight, bias, running_mean, running_var, num_batches (the last five may be None), momentum (None for
+    the average over all batches), eps, reduce, absent.
     """
 
     @staticmethod
@@ -85,7 +101,8 @@ class SyncNorm(torch.autograd.Function):
         bias: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        momentum: float,
+        num_batches: Tensor | None,
+        momentum: float | None,
         eps: float,
         reduce: Reduce,
         absent: bool,
@@ -109,7 +126,7 @@ class SyncNorm(torch.autograd.Function):
                 raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
             count, mean, variance = unpack_moments(vector)
             if running_mean is not None and running_var is not None:
-                update_running(running_mean, running_var, vector, mean, variance, momentum)
+                update_running(running_mean, running_var, num_batches, vector, mean, variance, momentum)
             invstd = (variance + eps).rsqrt().to(compute_dtype)
             mean, variance = mean.to(compute_dtype), variance.to(compute_dtype)
             ctx.save_for_backward(x, weight, mean, invstd, count)
@@ -145,7 +162,7 @@ class SyncNorm(torch.autograd.Function):
                 grad_x = (grad_wide * _per_channel(scale, x)).to(x.dtype)
             grad_weight = sum_grad_normal.to(weight.dtype) if ctx.needs_input_grad[1] else None
             grad_bias = sum_grad.to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
 class SyncBatchNorm(BatchNormBase, SynchronisedNorm):
@@ -158,18 +175,16 @@ class SyncBatchNorm(BatchNormBase, SynchronisedNorm):
         if not self.training or self.reduce is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        momentum = 0.0
-        if self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            # momentum=None is torch's cumulative average
-            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         normalised: Tensor = SyncNorm.apply(  # type: ignore[no-untyped-call]
             input,
             self.weight,
             self.bias,
-            self.running_mean if self.track_running_stats else None,
-            self.running_var if self.track_running_stats else None,
-            momentum,
+            *(
+                (self.running_mean, self.running_var, self.num_batches_tracked)
+                if self.track_running_stats
+                else [None] * 3
+            ),
+            self.momentum,
             self.eps,
             self.reduce,
             self.absent,

@@ -290,7 +290,7 @@ def test_interpreted_global_statistics_equal_the_plain_function(absent: bool, re
     def plain(
         x: Tensor, residual: Tensor, *rest: Tensor, residual_bias: Tensor | None = None, **settings: Any
     ) -> Tensor:
-        y: Tensor = SyncNorm.apply(x, *rest, settings["momentum"], settings["eps"], add_other_rank, absent)  # type: ignore[no-untyped-call]
+        y: Tensor = SyncNorm.apply(x, *rest, None, settings["momentum"], settings["eps"], add_other_rank, absent)  # type: ignore[no-untyped-call]
         return add_residual(y.relu(), residual, residual_bias)
 
     actual = _run(fused, case, residual=True, residual_bias=residual_bias, wide=False, **SETTINGS)

@@ -175,7 +175,7 @@ def test_gradients_pass_gradcheck_with_a_second_rank_of_fixed_samples() -> None:
             vector += torch.cat((count, other_rows.sum(1), other_rows.square().sum(1)))
 
     def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        y: Tensor = SyncNorm.apply(x, w, b, None, None, 0.1, 1e-5, add_other, False)  # type: ignore[no-untyped-call]
+        y: Tensor = SyncNorm.apply(x, w, b, None, None, None, 0.1, 1e-5, add_other, False)  # type: ignore[no-untyped-call]
         return y
 
     operands = tuple(operand.requires_grad_() for operand in (mine, weight, bias))
@@ -326,6 +326,23 @@ def test_absence_without_synchronisation_is_evaluation_and_ends_where_it_began()
     assert (trained.training, frozen.training) == (True, False)
     model(x)
     assert model.get_buffer("0.num_batches_tracked").item() == 1
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: nn.BatchNorm1d(3, momentum=None), lambda: nn.BatchNorm1d(3), lambda: NormAct(3)]
+)
+def test_a_batch_without_samples_on_any_rank_counts_in_no_average(made: Callable[[], nn.Module]) -> None:
+    model, plain = (nn.Sequential(made()) for _ in range(2))
+    convert_sync_batch_norm(model, lambda vector: None)
+    for is_empty in (False, True, True, False):
+        x = torch.randn(4, 3)
+        set_absent(model, is_empty)
+        model(x)
+        if not is_empty:
+            plain(x)
+    assert model.get_buffer("0.num_batches_tracked") == 2
+    for (name, ours), (_, theirs) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.allclose(ours, theirs), name
 
 
 @pytest.mark.parametrize("ask", [nn.Module.eval, nn.Module.train])
