@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ def wrap(
         _check_new([], parts, loop.groups)
         group.add(parts)
         return
+    if _IS_SHARDED[strategy]:
+        _check_separate(models)
     _forget_unused(loop)
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
     _check_new(model.parameters(), parts, loop.groups)
@@ -89,6 +91,19 @@ def _check_choices(strategy: str, precision: str, compress: str, *, has_model: b
         raise SettingError(called, "torch sums the gradients of shards itself", "leave compress out")
     if not has_model and (_IS_SHARDED[strategy] or precision != "fp32"):
         raise SettingError(called, "it is a model's", "set it where the model is wrapped")
+
+
+def _check_separate(models: Sequence[nn.Module]) -> None:
+    """Refuse models that share parameters: torch would cut them for each model anew, and they would be two."""
+    owners: dict[Tensor, int] = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if owners.setdefault(parameter, number) != number:
+                raise SettingError(
+                    f'world.wrap(…, strategy="fsdp") was given models that share the parameter {name}',
+                    "each model is cut into shards of its own, and the shared one would become two",
+                    'pass one module that holds them and whose forward calls them, or leave out strategy="fsdp"',
+                )
 
 
 def compute_in(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

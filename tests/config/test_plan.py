@@ -554,3 +554,11 @@ def test_synchronous_servers_have_the_gradient_of_the_whole_batch() -> None:
     flags: dict[str, Any] = {"deterministic": True, "sync_batch_norm": True, "clip_norm": 1.0, "gradient_noise": 0.1}
     plan = plan_of(strategy="server", num_gpus=4, **flags)
     assert (plan.noise_scale, plan.graph, plan.layout.data_size) == (False, False, 4)
+
+
+def test_a_noise_scale_that_a_run_began_with_is_left_out_where_it_cannot_be_measured() -> None:
+    asked = configured(num_gpus=2, strategy="fsdp", noise_scale=True)
+    with pytest.raises(SettingError, match="--noise-scale was set"):
+        resolve(asked, resolve_layout(asked, [H200] * 2), FACTS)
+    inherited = replace(asked, given=asked.given - {"noise_scale"})
+    assert not resolve(inherited, resolve_layout(inherited, [H200] * 2), FACTS).noise_scale

@@ -147,7 +147,8 @@ def _wrong(workers: Workers, kind: str) -> None:
     if kind == "stepped":
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    world.wrap(model, optimizer, **OPTIONS.get(kind, {"strategy": "fsdp"}))
+    more = [nn.Sequential(model[0], nn.Linear(8, 1))] if kind == "shared" else []
+    world.wrap(model, *more, optimizer, **OPTIONS.get(kind, {"strategy": "fsdp"}))
     model.eval()
     for x, _ in world.loader(data(5), global_batch_size=4):
         model(x)
@@ -171,6 +172,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     [
         ("stepped", "an optimizer that has stepped", 2),
         ("small batch", "a batch of 1 sample was given to a sharded model", 2),
+        ("shared", "models that share the parameter 0.weight", 2),
+        ("shared", "models that share the parameter 0.weight", 1),
         ("strategy", "replicas or shards", 1),
         ("precision", "fp16 needs a scaled loss", 1),
         ("compress", "torch sums the gradients", 1),

@@ -296,6 +296,7 @@ def choose_noise_scale(
     asked = config.optimizer.noise_scale
     if asked is False:
         return False, "as set"
+    asked = asked and "noise_scale" in config.given  # that of a resumed run or a task's defaults has no effect
     if obstacle := _noise_obstacle(config, layout):
         said, reason, instead = obstacle
         if asked:
