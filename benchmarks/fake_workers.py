@@ -99,7 +99,7 @@ def _without_values(kind: type[Strategy], fake: FakeTensorMode, size: Size) -> t
             with fake:
                 materialize(model, torch.device("cpu"))
 
-        def _costs(self, pieces: Any) -> list[float]:
+        def _costs(self, model: nn.Module, pieces: Any) -> list[float]:
             return [float(sum(parameter.numel() for parameter in piece.parameters())) for piece in pieces.items]
 
         def _forward_backward(self, model: nn.Module, data: Any, weight: float) -> Tensor:
