@@ -108,7 +108,7 @@ def flags(case: Case, options: argparse.Namespace) -> list[str]:
         task = [small_task("Small"), "--no-task.norm"]
     else:
         task = ["fashion-mnist", "--task.width", str(options.width)]
-    task += ["--task.data-folder", options.data_folder] if options.data_folder else []
+    task += ["--task.data-folder", options.data_folder]
     return [
         *task,
         *("--task.train-samples", str(options.train_samples)),

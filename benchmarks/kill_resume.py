@@ -56,7 +56,7 @@ def flags(options: argparse.Namespace, epochs: int) -> list[str]:
         arguments += ["--precision", "fp64", "--task.dropout", "0", "--sync-batch-norm"]
     else:
         arguments += ["--task.dropout", "0.1"]
-    return arguments + (["--task.data-folder", options.data_folder] if options.data_folder else [])
+    return [*arguments, "--task.data-folder", options.data_folder]
 
 
 def run_undisturbed(run: Run, num_workers: int) -> None:

@@ -155,10 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from stormo.system.hardware import visible_gpus
 
-    data = ("--task.data-folder", data_folder(options.data_folder))
+    wanted = [flags for flags in CELLS if all(word in flags for word in options.only.split())]
+    has_images = any(flags[0] == "fashion-mnist" for flags in wanted)
+    data = ("--task.data-folder", data_folder(options.data_folder)) if has_images else ()
     if not visible_gpus():
         parser.error("no GPU is visible, and it is its memory that is forecast")
-    wanted = [flags for flags in CELLS if all(word in flags for word in options.only.split())]
     every = [(*flags, *data) if flags[0] == "fashion-mnist" else flags for flags in wanted]
     with tempfile.TemporaryDirectory() as folder:
         cells = compare(every, options.jobs, Path(folder))

@@ -139,7 +139,7 @@ def flags(options: argparse.Namespace, folder: Path) -> list[str]:
         *("--momentum", str(_MOMENTUM), "--warmup-epochs", "0", "--epochs", "1000000", "--checkpoint-every", "0"),
         *("--runs-folder", str(folder), "--run-name", "overhead"),
     ]
-    return arguments + (["--task.data-folder", options.data_folder] if options.data_folder else [])
+    return [*arguments, "--task.data-folder", options.data_folder]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

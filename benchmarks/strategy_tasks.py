@@ -67,8 +67,8 @@ class Images(FashionMnist):
         return self.train_data()
 
 
-class Normed(Task):
-    """Linear layers in pairs, for tensor parallelism, with a batch norm between the pairs."""
+class Points(Task):
+    """A task on made-up points, which it trains and validates on."""
 
     def __init__(self, num_points: int) -> None:
         super().__init__(None)
@@ -77,6 +77,14 @@ class Normed(Task):
     def facts(self) -> Facts:
         """Of the made-up data."""
         return _facts(self._num_samples)
+
+    def validation_data(self) -> Any:
+        """The same: nothing is learned from them."""
+        return self.train_data()
+
+
+class Normed(Points):
+    """Linear layers in pairs, for tensor parallelism, with a batch norm between the pairs."""
 
     def model(self) -> nn.Module:
         """Of 28 features, which 2, 4 or 7 workers can share."""
@@ -89,10 +97,6 @@ class Normed(Task):
         generator = _generator("points of a batch norm")
         labels = torch.randint(0, 4, (self._num_samples,), generator=generator)
         return TensorData(torch.randn(self._num_samples, 4, generator=generator), labels)
-
-    def validation_data(self) -> TensorData:
-        """The same: nothing is learned from them."""
-        return self.train_data()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross-entropy."""
@@ -129,18 +133,10 @@ class Wide(Task):
         return nn.functional.mse_loss(model(x), y)
 
 
-class Gan(Task):
+class Gan(Points):
     """A critic and a generator of points, each with its optimizer; the noise depends on the sample alone."""
 
     num_draws = 4
-
-    def __init__(self, num_points: int) -> None:
-        super().__init__(None)
-        self._num_samples = num_points
-
-    def facts(self) -> Facts:
-        """Of the made-up data."""
-        return _facts(self._num_samples)
 
     def model(self) -> nn.Module:
         """Both networks."""
@@ -150,10 +146,6 @@ class Gan(Task):
         """Points near a line."""
         x = torch.randn(self._num_samples, 1, generator=_generator("points"))
         return TensorData(torch.cat([x, 2 * x + 1], dim=1))
-
-    def validation_data(self) -> TensorData:
-        """The same: nothing is learned from them."""
-        return self.train_data()
 
     def optimizers(self, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
         """The critic learns faster."""

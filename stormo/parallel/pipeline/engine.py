@@ -175,11 +175,11 @@ class Engine:
             is_new = bool(self._synchronized.max(torch.tensor([is_new], dtype=torch.int64)))
         if is_new:
             prepared = self._make(call, count, has_backward=has_backward)
+            alike = [one for one in self._prepared if one[0] == has_backward]  # validation replaces no training shapes
+            if len(alike) == _CACHE_SIZE:
+                del self._prepared[alike[0]]
         assert prepared is not None
         self._prepared[key] = prepared
-        alike = [one for one in self._prepared if one[0] == has_backward]  # validation replaces no training shapes
-        if len(alike) > _CACHE_SIZE:
-            del self._prepared[alike[0]]
         return prepared
 
     def _make(self, call: ModelCall, count: int, *, has_backward: bool) -> _Prepared:
