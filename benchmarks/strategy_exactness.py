@@ -5,13 +5,13 @@
 
 20 optimizer steps in float64 with momentum, Nesterov, weight decay, clipping and a rate that falls, on 2, 3, 4 and 8
 ranks over Gloo. A GPT under everything; a WideResNet with synchronised batch norm where that applies: tensor cuts no
-convolutions, and a pipeline takes statistics of micro-batches, so that its reference is one process that accumulates
-these. Rows with `ema` compare the moving average of weights and running statistics as well; a GAN has two optimizers
-in turn. Batches do not divide by the workers, except in pipelines. The ranks hold strategies as a worker makes them:
-there is no launcher, no run folder and no validation: those are in `benchmarks.exactness` without `--strategies`.
-Every chunk of every tensor on every rank is compared: max |a - b| / max |b| over the whole tensor b of one process. All
-chunks that would be saved must make up each tensor exactly once. Controls, in which norms are those of parts, must
-differ. The command fails above 1e-10.
+convolutions, so that it has linear layers with a batch norm between them, and a pipeline takes statistics of
+micro-batches, so that its reference is one process that accumulates these. Rows with `ema` compare the moving average
+of weights and running statistics as well; a GAN has two optimizers in turn. Batches do not divide by the workers,
+except in pipelines. The ranks hold strategies as a worker makes them: there is no launcher, no run folder and no
+validation: those are in `benchmarks.exactness` without `--strategies`. Every chunk of every tensor on every rank is
+compared: max |a - b| / max |b| over the whole tensor b of one process. All chunks that would be saved must make up each
+tensor exactly once. Controls, in which norms are those of parts, must differ. The command fails above 1e-10.
 """
 
 from __future__ import annotations
