@@ -1,14 +1,13 @@
 # mypy: disable-error-code="import-untyped, import-not-found, attr-defined, unused-ignore"
-"""Compiles the fused kernels that a model will need before its first step, all at once.
+"""Compiles the fused kernels that a model will need before its first step, all at once and beside other work.
 
 The layers run on small tensors with their kernel calls recorded instead of launched, so what is compiled is what a step
-looks up. Nothing is launched and no random state changes.
+looks up. No kernel is launched and no random state changes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -25,26 +24,54 @@ from stormo.layers.norm_act import FUSED_DTYPES, NormAct, fused_obstacle
 _MAX_THREADS = 16
 
 
-def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[int, str | None]:
-    """Compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
+def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Future[tuple[int, str | None]]:
+    """Begin to compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
 
-    `dtype` is that of the activations (autocast's, say). Returns the number of compiled kernels, and why not more; the
-    others are compiled when a step first calls them.
+    `dtype` is that of the activations (autocast's, say). The result is the number of compiled kernels, and why not
+    more; the others are compiled when a step first calls them.
     """
+    outcome = Future[tuple[int, str | None]]()
     if not any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules()):
-        return 0, None
+        outcome.set_result((0, None))
+        return outcome
     obstacle = fused_obstacle(device)
     if obstacle is None and dtype not in FUSED_DTYPES:
         obstacle = f"the fused kernels do not compute in {dtype}"
     if obstacle is not None:
-        return 0, obstacle
+        outcome.set_result((0, obstacle))
+        return outcome
+    try:
+        calls = needed_calls(model, dtype)  # here, as no other thread may draw random numbers meanwhile
+    except Exception as error:
+        outcome.set_result((0, _as_obstacle(error)))
+        return outcome
+    # In a thread of its own, also because an error leaves triton's asynchronous mode switched on where it was raised.
+    compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+    outcome = compiler.submit(_compile_on, calls, device)
+    compiler.shutdown(wait=False)
+    return outcome
+
+
+def _compile_on(calls: Sequence[KernelCall], device: torch.device) -> tuple[int, str | None]:
     try:
         with torch.cuda.device(device):
-            # In a context of its own: an error inside leaves triton's asynchronous mode switched on.
-            context = contextvars.copy_context()
-            return context.run(compile_calls, needed_calls(model, dtype), device)
+            return compile_calls(calls, device)
     except Exception as error:  # whatever this triton cannot do ahead, it does or reports at the first call
-        return 0, f"{type(error).__name__}: {error}"
+        return 0, _as_obstacle(error)
+
+
+def _as_obstacle(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def load_cudnn(model: nn.Module, device: torch.device) -> None:
+    """Load what cuDNN needs for both directions of a convolution, if the model has any: a few tenths of a second."""
+    if not any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
+        return
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    with torch.enable_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=False):
+        images, weight = torch.zeros(2, 16, 8, 8, **options), torch.zeros(16, 16, 3, 3, **options)
+        torch.nn.functional.conv2d(images, weight, padding=1).sum().backward()
 
 
 def needed_calls(model: nn.Module, dtype: torch.dtype) -> list[KernelCall]:
@@ -144,7 +171,7 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> t
         # Queued behind all compilations, so that a thread never waits for one that has not begun.
         loads = [pool.submit(_load, kernel, device) for kernel in kernels.values()]
     errors = [error for load in loads if (error := load.exception()) is not None]
-    obstacle = f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
+    obstacle = _as_obstacle(errors[0]) if errors else None
     return len(kernels) - len(errors), obstacle
 
 

@@ -8,6 +8,7 @@ reduced. What can be known of it without torch is its row in `stormo.config.stra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from stormo.data.order import part
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.launch.torch_errors import is_single_value_per_channel
-from stormo.layers.compile_ahead import compile_ahead
+from stormo.layers.compile_ahead import compile_ahead, load_cudnn
 from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
 from stormo.layers.sync_batch_norm import (
     BatchNormBase,
@@ -102,6 +103,7 @@ class Strategy:
     _is_trying = False  # whether this step is one of `try_step`
     _is_warming_up = False  # whether micro-batches belong to no step
     _norm_order: NormOrder | None = None
+    _kernels: Future[tuple[int, str | None]] | None = None  # to be compiled
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         self.world = world
@@ -646,10 +648,18 @@ class Strategy:
         loader.wait_s = 0.0
         self.exposed.reset()
 
+    def begin_kernels(self) -> None:
+        """Begin to compile the fused kernels of the model's layers, beside what is done next."""
+        if self._kernels is None and self.world.device.type == "cuda" and not self._plan.compile:
+            dtype = self._autocast_dtype or torch.get_default_dtype()
+            self._kernels = compile_ahead(self.module, dtype, self.world.device)
+
     def make_kernels(self) -> None:
-        """Compile the fused kernels of the model's layers."""
-        if self.world.device.type == "cuda" and not self._plan.compile:
-            compile_ahead(self.module, self._autocast_dtype or torch.get_default_dtype(), self.world.device)
+        """Have them compiled."""
+        self.begin_kernels()
+        if self._kernels is not None and not self._kernels.done():
+            load_cudnn(self.module, self.world.device)  # meanwhile
+            self._kernels.result()
 
     def _detect_sparse(self) -> None:
         """Detect sparse gradients on any worker. All workers call it."""
