@@ -6,7 +6,7 @@
 Each slice is a device of its own, with a rank of its own. NCCL talks over loopback sockets, as over a slow network: see
 docs/slices.md. Stage `exactness`: every strategy, product of axes and optimizer against one process
 (`benchmarks.slice_exactness`). Stage `speed`: the reference job beside hand-written loops, Accelerate and Lightning
-(`benchmarks.slice_speed`). Each ends within about 8 minutes; --budget-s starts nothing that would end later. With
+(`benchmarks.slice_speed`). Each ends within about 9 minutes; --budget-s starts nothing that would end later. With
 --store the figures go to benchmarks/results/slices.json; a stage that was not run keeps its stored ones. The last line
 is `RESULT workers=7 configurations=… max_relative_difference_fp64=… ddp_vs_plain_4=… …`, nan for what was not measured.
 --device cpu --quick tries the benchmark itself on CPU processes; its figures mean nothing.
@@ -76,7 +76,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("exactness", "speed"), help="one stage")
     parser.add_argument("--store", action="store_true", help="write benchmarks/results/slices.json")
     parser.add_argument("--commit", help="of the code, for --store; default: asked of git")
-    parser.add_argument("--budget-s", type=float, default=440.0, help="seconds for a stage (default: 440)")
+    parser.add_argument("--budget-s", type=float, default=600.0, help="seconds for a stage (default: 600)")
     parser.add_argument("--rounds", type=int, default=2, help="of the speed on 4 devices (default: 2)")
     parser.add_argument("--samples", type=int, default=30_720, help="images of an epoch (default: 30720)")
     parser.add_argument("--global-batch-size", type=int, default=512)
