@@ -30,26 +30,24 @@ def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     `dtype` is that of the activations (autocast's, say). The result is the number of compiled kernels, and why not
     more; the others are compiled when a step first calls them.
     """
-    outcome = Future[tuple[int, str | None]]()
-    if not any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules()):
-        outcome.set_result((0, None))
-        return outcome
-    obstacle = fused_obstacle(device)
-    if obstacle is None and dtype not in FUSED_DTYPES:
+    has_fused = any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules())
+    obstacle = fused_obstacle(device) if has_fused else None
+    if has_fused and obstacle is None and dtype not in FUSED_DTYPES:
         obstacle = f"the fused kernels do not compute in {dtype}"
-    if obstacle is not None:
-        outcome.set_result((0, obstacle))
-        return outcome
-    try:
-        calls = needed_calls(model, dtype)  # here, as no other thread may draw random numbers meanwhile
-    except Exception as error:
-        outcome.set_result((0, _as_obstacle(error)))
-        return outcome
-    # In a thread of its own, also because an error leaves triton's asynchronous mode switched on where it was raised.
-    compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
-    outcome = compiler.submit(_compile_on, calls, device)
-    compiler.shutdown(wait=False)
-    return outcome
+    if has_fused and obstacle is None:
+        try:
+            calls = needed_calls(model, dtype)  # here, as no other thread may draw random numbers meanwhile
+        except Exception as error:
+            obstacle = _as_obstacle(error)
+        else:
+            # In a thread of its own, also because an error leaves triton's asynchronous mode on where it was raised.
+            compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+            outcome = compiler.submit(_compile_on, calls, device)
+            compiler.shutdown(wait=False)
+            return outcome
+    nothing = Future[tuple[int, str | None]]()
+    nothing.set_result((0, obstacle))
+    return nothing
 
 
 def _compile_on(calls: Sequence[KernelCall], device: torch.device) -> tuple[int, str | None]:
@@ -69,7 +67,7 @@ def load_cudnn(model: nn.Module, device: torch.device) -> None:
     if not any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
         return
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
-    with torch.enable_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=False):
+    with torch.enable_grad():
         images, weight = torch.zeros(2, 16, 8, 8, **options), torch.zeros(16, 16, 3, 3, **options)
         torch.nn.functional.conv2d(images, weight, padding=1).sum().backward()
 

@@ -658,7 +658,8 @@ class Strategy:
         """Have them compiled."""
         self.begin_kernels()
         if self._kernels is not None and not self._kernels.done():
-            load_cudnn(self.module, self.world.device)  # meanwhile
+            with no_cudnn_benchmark():  # which would try out everything it has
+                load_cudnn(self.module, self.world.device)  # meanwhile
             self._kernels.result()
 
     def _detect_sparse(self) -> None:
