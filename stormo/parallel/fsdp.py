@@ -304,6 +304,8 @@ def compose(
     """
     layout, sharding = plan.layout, settings.sharding
     specs: dict[str, ShardSpec] = {}
+    if layout.zero:
+        require_rows(model)  # all workers, before a pipeline keeps its own stages
     if layout.spec.cuts_classifier:
         specs = split_classifier(task, model, dims.subgroup("tensor"))
     elif dims.mesh.tensor > 1:
@@ -373,6 +375,17 @@ KEPT_BYTES = 256 << 20  # of gathered weights, which are then not gathered again
 UNITS_OF_ONE_WORKER = 4  # more units save memory, fewer save host time: some milliseconds a step for each
 
 
+def require_rows(model: nn.Module) -> None:
+    """Refuse parameters without dimensions."""
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise SettingError(
+                f"the parameter {name} is a single number",
+                "the axis shard cuts parameters by their rows",
+                "give it the shape [1], or set --strategy ddp",
+            )
+
+
 def shard(
     model: nn.Module,
     units: Sequence[str],
@@ -400,13 +413,6 @@ def shard(
         joins_norms: gather all batch norms together, as their weights are small and each message costs time.
         half_gradients: send gradients in `dtype`, as they were computed; every backward must reduce them.
     """
-    for name, parameter in model.named_parameters():
-        if not parameter.ndim:
-            raise SettingError(
-                f"the parameter {name} is a single number",
-                "the axis shard cuts parameters by their rows",
-                "give it the shape [1], or set --strategy ddp",
-            )
     both = dims.mesh.replicate > 1
     mesh = dims.devices["replicate", "shard"] if both else dims.devices["shard"]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()

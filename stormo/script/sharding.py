@@ -38,7 +38,7 @@ def shard_models(loop: Loop, models: list[nn.Module], optimizers: list[Optimizer
     """Shard models that are the same on all workers, and let their optimizers step the shards."""
     from torch.distributed.fsdp import FSDPModule
 
-    from stormo.parallel.fsdp import shard
+    from stormo.parallel.fsdp import require_rows, shard
 
     world = loop.world
     for optimizer in optimizers:
@@ -51,6 +51,7 @@ def shard_models(loop: Loop, models: list[nn.Module], optimizers: list[Optimizer
     whole = {p: (number, n) for number, model in enumerate(models) for n, p in model.named_parameters()}
     dims = ParallelDims(Mesh(shard=world.size), world.rank, world.device, world.timeout)
     for model in models:
+        require_rows(model)
         shard(model, units_of(model), dims, dtype=dtype, frees=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -197,9 +197,20 @@ class Number(Words):
         return super().loss(model, batch) * (1 + model.temperature**2)  # type: ignore[operator]
 
 
-def test_a_parameter_without_dimensions_is_refused(run_ranks: Ranks) -> None:
+class NumberAtTheEnd(Plain):
+    """A parameter that is a single number, in the last stage of a pipeline alone."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[-1].bias = nn.Parameter(torch.tensor(0.5))
+        return model
+
+
+def test_a_parameter_without_dimensions_is_refused_by_all_workers(run_ranks: Ranks) -> None:
     for said in run_ranks(_refused, 2, Number, {"strategy": "fsdp"}):
         assert said.startswith("the parameter temperature is a single number")
+    for said in run_ranks(_refused, 4, NumberAtTheEnd, {"mesh": "pipeline=2,shard=2"}):
+        assert said.startswith("the parameter 4.bias is a single number")
 
 
 class Wrong(Plain):
