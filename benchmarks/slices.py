@@ -6,7 +6,7 @@
 Each slice is a device of its own, with a rank of its own. NCCL talks over loopback sockets, as over a slow network: see
 docs/slices.md. Stage `exactness`: every strategy, product of axes and optimizer against one process
 (`benchmarks.slice_exactness`). Stage `speed`: the reference job beside hand-written loops, Accelerate and Lightning
-(`benchmarks.slice_speed`). Each ends within about 9 minutes; --budget-s starts nothing that would end later. With
+(`benchmarks.slice_speed`). Each takes about 9 minutes; --budget-s starts nothing that would end later. With
 --store the figures go to benchmarks/results/slices.json; a stage that was not run keeps its stored ones. The last line
 is `RESULT workers=7 configurations=… max_relative_difference_fp64=… ddp_vs_plain_4=… …`, nan for what was not measured.
 --device cpu --quick tries the benchmark itself on CPU processes; its figures mean nothing.

@@ -27,27 +27,31 @@ _MAX_THREADS = 16
 def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Future[tuple[int, str | None]]:
     """Begin to compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
 
-    `dtype` is that of the activations (autocast's, say). The result is the number of compiled kernels, and why not
-    more; the others are compiled when a step first calls them.
+    `dtype` is that of the activations (autocast's, say). The future's result is the number of compiled kernels, and why
+    not more; the others are compiled when a step first calls them. A process that ends meanwhile waits for it.
     """
-    has_fused = any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules())
-    obstacle = fused_obstacle(device) if has_fused else None
-    if has_fused and obstacle is None and dtype not in FUSED_DTYPES:
+    if not any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules()):
+        return _nothing(None)
+    obstacle = fused_obstacle(device)
+    if obstacle is None and dtype not in FUSED_DTYPES:
         obstacle = f"the fused kernels do not compute in {dtype}"
-    if has_fused and obstacle is None:
-        try:
-            calls = needed_calls(model, dtype)  # here, as no other thread may draw random numbers meanwhile
-        except Exception as error:
-            obstacle = _as_obstacle(error)
-        else:
-            # In a thread of its own, also because an error leaves triton's asynchronous mode on where it was raised.
-            compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
-            outcome = compiler.submit(_compile_on, calls, device)
-            compiler.shutdown(wait=False)
-            return outcome
-    nothing = Future[tuple[int, str | None]]()
-    nothing.set_result((0, obstacle))
-    return nothing
+    if obstacle is not None:
+        return _nothing(obstacle)
+    try:
+        calls = needed_calls(model, dtype)  # here, as no other thread may draw random numbers meanwhile
+    except Exception as error:
+        return _nothing(_as_obstacle(error))
+    # In a thread of its own, also because an error leaves triton's asynchronous mode on where it was raised.
+    compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+    outcome = compiler.submit(_compile_on, calls, device)
+    compiler.shutdown(wait=False)
+    return outcome
+
+
+def _nothing(obstacle: str | None) -> Future[tuple[int, str | None]]:
+    outcome = Future[tuple[int, str | None]]()
+    outcome.set_result((0, obstacle))
+    return outcome
 
 
 def _compile_on(calls: Sequence[KernelCall], device: torch.device) -> tuple[int, str | None]:
@@ -60,16 +64,6 @@ def _compile_on(calls: Sequence[KernelCall], device: torch.device) -> tuple[int,
 
 def _as_obstacle(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def load_cudnn(model: nn.Module, device: torch.device) -> None:
-    """Load what cuDNN needs for both directions of a convolution, if the model has any: a few tenths of a second."""
-    if not any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
-        return
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
-    with torch.enable_grad():
-        images, weight = torch.zeros(2, 16, 8, 8, **options), torch.zeros(16, 16, 3, 3, **options)
-        torch.nn.functional.conv2d(images, weight, padding=1).sum().backward()
 
 
 def needed_calls(model: nn.Module, dtype: torch.dtype) -> list[KernelCall]:
@@ -175,7 +169,7 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> t
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable the garbage collector while several threads parse kernels.
+    """Disable the garbage collector of the whole process while several threads parse kernels.
 
     Python counts the depth of the tree it is parsing in one place for all threads, and a collection in mid-tree can
     let another thread in: both then end in "SystemError: AST constructor recursion depth mismatch".

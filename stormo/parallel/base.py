@@ -24,7 +24,7 @@ from stormo.data.order import part
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.launch.torch_errors import is_single_value_per_channel
-from stormo.layers.compile_ahead import compile_ahead, load_cudnn
+from stormo.layers.compile_ahead import compile_ahead
 from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
 from stormo.layers.sync_batch_norm import (
     BatchNormBase,
@@ -103,7 +103,7 @@ class Strategy:
     _is_trying = False  # whether this step is one of `try_step`
     _is_warming_up = False  # whether micro-batches belong to no step
     _norm_order: NormOrder | None = None
-    _kernels: Future[tuple[int, str | None]] | None = None  # to be compiled
+    _kernels: Future[tuple[int, str | None]] | None = None  # of `compile_ahead`, once it has begun
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         self.world = world
@@ -655,11 +655,9 @@ class Strategy:
             self._kernels = compile_ahead(self.module, dtype, self.world.device)
 
     def make_kernels(self) -> None:
-        """Have them compiled."""
+        """Wait until these kernels are compiled."""
         self.begin_kernels()
-        if self._kernels is not None and not self._kernels.done():
-            with no_cudnn_benchmark():  # which would try out everything it has
-                load_cudnn(self.module, self.world.device)  # meanwhile
+        if self._kernels is not None:
             self._kernels.result()
 
     def _detect_sparse(self) -> None:
