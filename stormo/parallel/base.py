@@ -400,6 +400,9 @@ class Strategy:
             instead += ", or --sync-batch-norm"
             instead += " instead of --ghost-batch-size" * (self._settings.batch.ghost_batch_size is not None)
         why = f"a batch of {step_samples} leaves one of them a single sample"
+        if self._plan.micro_batches > 1:
+            why = f"the pipeline cuts a batch of {step_samples} into micro-batches of a single sample"
+            instead = f"set fewer --micro-batches than {self._plan.micro_batches}, or a larger --global-batch-size"
         if step_samples == 1:
             which = "a batch of 1" if self._plan.global_batch_size == 1 else "the last step of an epoch"
             why = f"{which} is a single sample"

@@ -72,6 +72,8 @@ class Sharded(Replicated):
         self._make_optimizer(model)
         self._whole = dict(model.named_parameters())
         self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in self._whole.items()}
+        if self._zero:
+            require_rows(model)  # before a pipeline keeps its own stages
         self._shard_specs = self._transform(model)
         self._fill(model, values)
         return model
@@ -304,8 +306,6 @@ def compose(
     """
     layout, sharding = plan.layout, settings.sharding
     specs: dict[str, ShardSpec] = {}
-    if layout.zero:
-        require_rows(model)  # all workers, before a pipeline keeps its own stages
     if layout.spec.cuts_classifier:
         specs = split_classifier(task, model, dims.subgroup("tensor"))
     elif dims.mesh.tensor > 1:

@@ -19,7 +19,8 @@ from stormo.data.batches import batch_length, cut
 from stormo.data.generators import host_states, same_states
 from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import SubGroup
-from stormo.errors import SettingError
+from stormo.errors import SettingError, pluralize
+from stormo.launch.torch_errors import is_single_value_per_channel
 from stormo.layers.norm_act import NormAct
 from stormo.layers.sync_batch_norm import BatchNormBase, local_statistics
 from stormo.parallel.coalesced import copy, split_like
@@ -53,7 +54,13 @@ class Pipelined(Sharded):
         stages = into_stages(pieces, self._num_stages, lambda: self._costs(model, pieces))
         self._numbers = worker_stages(self._pipeline.rank, self._pipeline.size, self._num_stages)
         self._stages = [StageModule(stages[number]) for number in self._numbers]
-        self.notices += self._batch_norm_notice(model)
+        # Of the whole model, of which a worker keeps its stages alone: all workers cut a batch alike.
+        has_batch_norms = any(isinstance(layer, BatchNormBase | NormAct) for layer in model.modules())
+        size = plan.micro_batch_size // plan.micro_batches
+        self._least_samples = min(2, size) if has_batch_norms else 1
+        if has_batch_norms and plan.micro_batches > 1:
+            samples = f"{pluralize(size, 'sample')} (--micro-batches)"
+            self.notices.append(f"In a pipeline batch norm takes its statistics over micro-batches, here of {samples}.")
         specs = compose(model, self._stages, plan, self._settings, self.task, dims)
         keep_only(model, [piece for number in self._numbers for piece in stages[number]], pieces)
         return specs
@@ -87,18 +94,19 @@ class Pipelined(Sharded):
 
     def _costs(self, model: nn.Module, pieces: Pieces) -> list[float]:
         """Seconds of each piece, as rank 0 measures them."""
-        costs: list[float] = []
+        costs: list[float] | None = []
         if self.world.is_main:
-            with self.autocast(), local_statistics(model):
-                costs = measured_costs(pieces, self._call, self.world.device)
-        return [float(cost) for cost in self.world.broadcast_object(costs)]
-
-    def _batch_norm_notice(self, model: nn.Module) -> list[str]:
-        size = self._plan.micro_batch_size // self._plan.micro_batches
-        has_batch_norms = any(isinstance(layer, BatchNormBase | NormAct) for layer in model.modules())
-        if self._plan.micro_batches == 1 or not has_batch_norms:
-            return []
-        return [f"In a pipeline batch norm takes its statistics over micro-batches, here of {size} samples."]
+            try:
+                with self.autocast(), local_statistics(model):
+                    costs = measured_costs(pieces, self._call, self.world.device)
+            except ValueError as error:
+                if not is_single_value_per_channel(error):
+                    raise
+                costs = None
+        costs = self.world.broadcast_object(costs)
+        if costs is None:
+            raise self._too_few_values(self._plan.global_batch_size)
+        return [float(cost) for cost in costs]
 
     def _roots(self) -> list[nn.Module]:
         return list(self._stages)
@@ -116,6 +124,7 @@ class Pipelined(Sharded):
             device=self.world.device,
             schedule=self._schedule,
             num_micro_batches=self._plan.micro_batches,
+            least_samples=self._least_samples,
             waiting=self.exposed.waiting,
             synchronized=self.world.data if self._is_synchronized else None,
         )

@@ -81,7 +81,11 @@ def wrap(
 def _check_choices(strategy: str, precision: str, compress: str, *, has_model: bool) -> None:
     called = f"world.wrap(…, {strategy=}, {precision=}) was called"
     if strategy not in _IS_SHARDED:
-        raise SettingError(called, "scripts have replicas or shards of a model", 'set strategy="ddp" or "fsdp"')
+        raise SettingError(
+            f"world.wrap(…, {strategy=}) was called",
+            "scripts have replicas or shards of a model",
+            'set strategy="ddp" or "fsdp"',
+        )
     if precision not in ("fp32", "bf16"):
         instead = 'set precision="bf16", or keep torch.autocast and a GradScaler in the script'
         raise SettingError(

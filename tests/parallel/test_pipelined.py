@@ -15,6 +15,7 @@ from stormo.launch import alone
 from stormo.tasks.task import Task
 from tests.sharded_models import Plain, Words, assert_close, trained
 from tests.tiny_run import build, steps
+from tests.tiny_task import Tiny
 
 Ranks = Callable[..., list[Any]]
 SGD = {"momentum": 0.9, "nesterov": True}
@@ -128,6 +129,26 @@ def _refused(world: World, task: type[Task], flags: dict[str, Any]) -> str:
 def test_too_many_stages_are_refused_with_the_arithmetic(run_ranks: Ranks) -> None:
     for said in run_ranks(_refused, 3, Words, {"strategy": "pipeline", "schedule": "interleaved", "batch_size": 6}):
         assert "a pipeline of 6 stages was set, but the model has 5 pieces (Words.pieces(model))" in said
+
+
+def test_micro_batches_of_a_single_sample_are_refused_with_batch_norm(run_ranks: Ranks) -> None:
+    for said in run_ranks(_refused, 2, Tiny, {"strategy": "pipeline", "global_batch_size": 6}):
+        assert said.startswith(
+            "a global batch of 6 was set for 1 group, but the pipeline cuts a batch of 6 into micro-batches of a "
+            "single sample, and batch norm needs two; set fewer --micro-batches than 6"
+        )
+
+
+def _short_step(world: World) -> float:
+    # In the last step are 5 samples: one micro-batch, as 5 would be single samples.
+    parts = build(world, {"num_train": 21, "dropout": 0.0}, strategy="pipeline", global_batch_size=16)
+    assert parts.plan.micro_batches == 8
+    return steps(parts, 2)[1]
+
+
+def test_a_short_batch_is_not_cut_into_single_samples_for_batch_norm(run_ranks: Ranks) -> None:
+    for loss in run_ranks(_short_step, 2):
+        assert 0.0 < loss < 5.0
 
 
 class Noisy(Plain):
