@@ -211,7 +211,7 @@ def compare(batch_size: int, num_repeats: int, device: torch.device) -> None:
     """Prints a table and one line of totals."""
     layers = nn.ModuleList(NormAct(case.num_channels, dropout=case.dropout) for case in CASES)
     began_s = time.perf_counter()
-    num_kernels, obstacle = compile_ahead(layers.append(MaxPool2x2()).cuda(), torch.bfloat16, device).result()
+    num_kernels, obstacle = compile_ahead(layers.append(MaxPool2x2()).cuda(), torch.bfloat16, device)
     ahead_s = time.perf_counter() - began_s
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, batch {batch_size}, bf16 channels_last")
     print(f"compiled ahead: {num_kernels} kernels in {ahead_s:.2f} s", obstacle or "")

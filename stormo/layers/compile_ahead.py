@@ -1,13 +1,14 @@
 # mypy: disable-error-code="import-untyped, import-not-found, attr-defined, unused-ignore"
-"""Compiles the fused kernels that a model will need before its first step, all at once and beside other work.
+"""Compiles the fused kernels that a model will need before its first step, all at once.
 
 The layers run on small tensors with their kernel calls recorded instead of launched, so what is compiled is what a step
-looks up. No kernel is launched and no random state changes.
+looks up. Nothing is launched and no random state changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -24,46 +25,26 @@ from stormo.layers.norm_act import FUSED_DTYPES, NormAct, fused_obstacle
 _MAX_THREADS = 16
 
 
-def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Future[tuple[int, str | None]]:
-    """Begin to compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
+def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[int, str | None]:
+    """Compile and load every kernel for the model's `NormAct` and `MaxPool2x2` layers, in parallel threads.
 
-    `dtype` is that of the activations (autocast's, say). The future's result is the number of compiled kernels, and why
-    not more; the others are compiled when a step first calls them. A process that ends meanwhile waits for it.
+    `dtype` is that of the activations (autocast's, say). Returns the number of compiled kernels, and why not more; the
+    others are compiled when a step first calls them.
     """
     if not any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules()):
-        return _nothing(None)
+        return 0, None
     obstacle = fused_obstacle(device)
     if obstacle is None and dtype not in FUSED_DTYPES:
         obstacle = f"the fused kernels do not compute in {dtype}"
     if obstacle is not None:
-        return _nothing(obstacle)
-    try:
-        calls = needed_calls(model, dtype)  # here, as no other thread may draw random numbers meanwhile
-    except Exception as error:
-        return _nothing(_as_obstacle(error))
-    # In a thread of its own, also because an error leaves triton's asynchronous mode on where it was raised.
-    compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
-    outcome = compiler.submit(_compile_on, calls, device)
-    compiler.shutdown(wait=False)
-    return outcome
-
-
-def _nothing(obstacle: str | None) -> Future[tuple[int, str | None]]:
-    outcome = Future[tuple[int, str | None]]()
-    outcome.set_result((0, obstacle))
-    return outcome
-
-
-def _compile_on(calls: Sequence[KernelCall], device: torch.device) -> tuple[int, str | None]:
+        return 0, obstacle
     try:
         with torch.cuda.device(device):
-            return compile_calls(calls, device)
+            # In a context of its own: an error inside leaves triton's asynchronous mode switched on.
+            context = contextvars.copy_context()
+            return context.run(compile_calls, needed_calls(model, dtype), device)
     except Exception as error:  # whatever this triton cannot do ahead, it does or reports at the first call
-        return 0, _as_obstacle(error)
-
-
-def _as_obstacle(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        return 0, f"{type(error).__name__}: {error}"
 
 
 def needed_calls(model: nn.Module, dtype: torch.dtype) -> list[KernelCall]:
@@ -163,13 +144,13 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> t
         # Queued behind all compilations, so that a thread never waits for one that has not begun.
         loads = [pool.submit(_load, kernel, device) for kernel in kernels.values()]
     errors = [error for load in loads if (error := load.exception()) is not None]
-    obstacle = _as_obstacle(errors[0]) if errors else None
+    obstacle = f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
     return len(kernels) - len(errors), obstacle
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable the garbage collector of the whole process while several threads parse kernels.
+    """Disable the garbage collector while several threads parse kernels.
 
     Python counts the depth of the tree it is parsing in one place for all threads, and a collection in mid-tree can
     let another thread in: both then end in "SystemError: AST constructor recursion depth mismatch".

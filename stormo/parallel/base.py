@@ -8,7 +8,6 @@ reduced. What can be known of it without torch is its row in `stormo.config.stra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
@@ -103,7 +102,6 @@ class Strategy:
     _is_trying = False  # whether this step is one of `try_step`
     _is_warming_up = False  # whether micro-batches belong to no step
     _norm_order: NormOrder | None = None
-    _kernels: Future[tuple[int, str | None]] | None = None  # of `compile_ahead`, once it has begun
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         self.world = world
@@ -651,17 +649,10 @@ class Strategy:
         loader.wait_s = 0.0
         self.exposed.reset()
 
-    def begin_kernels(self) -> None:
-        """Begin to compile the fused kernels of the model's layers, beside what is done next."""
-        if self._kernels is None and self.world.device.type == "cuda" and not self._plan.compile:
-            dtype = self._autocast_dtype or torch.get_default_dtype()
-            self._kernels = compile_ahead(self.module, dtype, self.world.device)
-
     def make_kernels(self) -> None:
-        """Wait until these kernels are compiled."""
-        self.begin_kernels()
-        if self._kernels is not None:
-            self._kernels.result()
+        """Compile the fused kernels of the model's layers."""
+        if self.world.device.type == "cuda" and not self._plan.compile:
+            compile_ahead(self.module, self._autocast_dtype or torch.get_default_dtype(), self.world.device)
 
     def _detect_sparse(self) -> None:
         """Detect sparse gradients on any worker. All workers call it."""

@@ -260,7 +260,6 @@ class Trainer:
         ):
             strategy = strategy_class(self.plan.layout, task)(world, self.plan, task, config)
         self._closing.callback(strategy.close)
-        strategy.begin_kernels()
         seed_generators(derive_seed(seed, "worker", world.random_stream))  # each rank draws its own dropout
         self._setup_times.done("model")
         self._loader = loader = make_loader(config, self.plan, task, world)

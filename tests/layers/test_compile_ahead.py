@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from stormo.layers import compile_ahead as module
 from stormo.layers.compile_ahead import compile_ahead, compile_calls, needed_calls
 from stormo.layers.kernel_calls import KernelCall, recorded_calls
 from stormo.layers.max_pool import MaxPool2x2
@@ -277,33 +274,11 @@ def test_real_compiler_takes_the_kernels_for_hopper_with_16_byte_accesses(
             assert text.count("st.global") == text.count("st.global.v4"), name
 
 
-@needs_triton
-@pytest.mark.parametrize("fails", [False, True])
-def test_kernels_are_compiled_beside_what_the_caller_does_next(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    goes_on = threading.Event()
-
-    def compile_later(calls: list[KernelCall], device: torch.device) -> tuple[int, str | None]:
-        assert goes_on.wait(60.0)
-        if fails:
-            raise RuntimeError("no pools today")
-        return len(calls), None
-
-    monkeypatch.setattr(module, "fused_obstacle", lambda device: None)
-    monkeypatch.setattr(module, "compile_calls", compile_later)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    outcome = compile_ahead(_Model(), torch.bfloat16, torch.device("cuda", 0))
-    assert not outcome.done()
-    goes_on.set()
-    num_kernels, obstacle = outcome.result()
-    assert obstacle == ("RuntimeError: no pools today" if fails else None)
-    assert bool(num_kernels) is not fails
-
-
 def test_what_cannot_be_compiled_is_said_not_raised() -> None:
     cpu = torch.device("cpu")
-    assert compile_ahead(nn.Linear(2, 2), torch.float32, cpu).result() == (0, None)
+    assert compile_ahead(nn.Linear(2, 2), torch.float32, cpu) == (0, None)
     obstacle = "the fused kernels are for CUDA and the device is cpu"
-    assert compile_ahead(nn.Sequential(NormAct(3)), torch.float32, cpu).result() == (0, obstacle)
+    assert compile_ahead(nn.Sequential(NormAct(3)), torch.float32, cpu) == (0, obstacle)
 
 
 @pytest.mark.gpu
@@ -314,7 +289,7 @@ def test_gpu_steps_compile_nothing_after_compile_ahead(monkeypatch: pytest.Monke
     from stormo.tasks.wide_resnet import WideResNet
 
     model = WideResNet(width=2).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    num_kernels, obstacle = compile_ahead(model, torch.bfloat16, torch.device("cuda")).result()
+    num_kernels, obstacle = compile_ahead(model, torch.bfloat16, torch.device("cuda"))
     assert obstacle is None
     assert num_kernels > 10
     compiled: list[str] = []

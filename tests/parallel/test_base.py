@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,6 @@ from stormo.config.strategies import SPECS
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.parallel import base
 from stormo.parallel.base import Strategy
 from stormo.parallel.batch_size import StateSnapshot
 from stormo.parallel.ddp import DataParallel
@@ -672,28 +669,3 @@ def test_a_step_that_fails_leaves_the_timing_of_convolutions_as_it_was(monkeypat
     with pytest.raises(ZeroDivisionError):
         parts.strategy.micro_step(list(parts.loader.epoch(1))[-1])
     assert torch.backends.cudnn.benchmark
-
-
-def test_a_step_waits_for_kernels_that_have_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    began, compiled = [], Future[tuple[int, str | None]]()
-
-    def begin(*arguments: Any) -> Future[tuple[int, str | None]]:
-        began.append(arguments)
-        return compiled
-
-    monkeypatch.setattr(base, "compile_ahead", begin)
-    strategy = Strategy.__new__(Strategy)
-    strategy.world, strategy.module = SimpleNamespace(device=torch.device("cuda")), nn.Linear(2, 2)  # type: ignore[assignment]
-    strategy._autocast_dtype, strategy._plan = torch.bfloat16, SimpleNamespace(compile=True)  # type: ignore[assignment]
-    strategy.begin_kernels()
-    assert not began  # the compiler fuses by itself
-    strategy._plan.compile = False  # type: ignore[misc]
-    strategy.begin_kernels()
-    waiting = threading.Thread(target=strategy.make_kernels)
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
-    compiled.set_result((3, None))
-    waiting.join(60.0)
-    assert not waiting.is_alive()
-    assert began == [(strategy.module, torch.bfloat16, strategy.world.device)]
