@@ -193,7 +193,7 @@ class Strategy:
             self.notices.append(muon_notice(model, self.optimizer))
         if is_schedule_free(self.optimizer):
             check_schedule_free(type(self.optimizer).__name__, self._plan.layout.strategy)
-            if any(isinstance(layer, _BATCH_NORMS) for layer in model.modules()):
+            if has_batch_norms(model):
                 self.warnings.append(_OTHER_STATISTICS)
         if own is not None:
             text = optimizer_notice(own, parameters_not_in(own, model), self._settings, self._plan.learning_rate)
@@ -252,7 +252,7 @@ class Strategy:
             return {"has_convolutions": None, "has_batch_norms": None}
         return {
             "has_convolutions": any(parameter.ndim == 4 for parameter in self.module.parameters()),
-            "has_batch_norms": any(isinstance(layer, _BATCH_NORMS) for layer in self.module.modules()),
+            "has_batch_norms": has_batch_norms(self.module),
         }
 
     def optimizer_params(self) -> list[nn.Parameter]:
@@ -398,10 +398,11 @@ class Strategy:
             instead += ", or --sync-batch-norm"
             instead += " instead of --ghost-batch-size" * (self._settings.batch.ghost_batch_size is not None)
         why = f"a batch of {step_samples} leaves one of them a single sample"
-        if self._plan.micro_batches > 1:
-            why = f"the pipeline cuts a batch of {step_samples} into micro-batches of a single sample"
-            instead = f"set fewer --micro-batches than {self._plan.micro_batches}, or a larger --global-batch-size"
-        if step_samples == 1:
+        if 1 < self._plan.micro_batches == self._plan.micro_batch_size:
+            count = self._plan.micro_batches
+            why = f"the pipeline cuts the {count} samples of each into {count} micro-batches of a single sample"
+            instead = f"set fewer --micro-batches than {count}, or a larger --global-batch-size"
+        elif step_samples == 1:
             which = "a batch of 1" if self._plan.global_batch_size == 1 else "the last step of an epoch"
             why = f"{which} is a single sample"
         return SettingError(
@@ -729,6 +730,11 @@ class Strategy:
     def without_gradient(self) -> list[str]:
         """The trained parameters without a gradient after a micro-batch, as far as this worker knows."""
         return without_gradient(self.module)
+
+
+def has_batch_norms(model: nn.Module) -> bool:
+    """Whether any layer takes statistics of a batch."""
+    return any(isinstance(layer, _BATCH_NORMS) for layer in model.modules())
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError, pluralize
 from stormo.launch.torch_errors import is_single_value_per_channel
-from stormo.layers.norm_act import NormAct
-from stormo.layers.sync_batch_norm import BatchNormBase, local_statistics
+from stormo.layers.sync_batch_norm import local_statistics
+from stormo.parallel.base import has_batch_norms
 from stormo.parallel.coalesced import copy, split_like
 from stormo.parallel.fsdp import Sharded, compose
 from stormo.parallel.loss_weights import EmptyBatchGuard
@@ -54,12 +54,12 @@ class Pipelined(Sharded):
         stages = into_stages(pieces, self._num_stages, lambda: self._costs(model, pieces))
         self._numbers = worker_stages(self._pipeline.rank, self._pipeline.size, self._num_stages)
         self._stages = [StageModule(stages[number]) for number in self._numbers]
+        self._min_micro_batch_size = 1
         # Of the whole model, of which a worker keeps its stages alone: all workers cut a batch alike.
-        has_batch_norms = any(isinstance(layer, BatchNormBase | NormAct) for layer in model.modules())
-        size = plan.micro_batch_size // plan.micro_batches
-        self._least_samples = min(2, size) if has_batch_norms else 1
-        if has_batch_norms and plan.micro_batches > 1:
-            samples = f"{pluralize(size, 'sample')} (--micro-batches)"
+        if has_batch_norms(model) and plan.micro_batches > 1:
+            size = plan.micro_batch_size // plan.micro_batches
+            self._min_micro_batch_size = min(2, size)
+            samples = pluralize(size, "sample")
             self.notices.append(f"In a pipeline batch norm takes its statistics over micro-batches, here of {samples}.")
         specs = compose(model, self._stages, plan, self._settings, self.task, dims)
         keep_only(model, [piece for number in self._numbers for piece in stages[number]], pieces)
@@ -124,7 +124,7 @@ class Pipelined(Sharded):
             device=self.world.device,
             schedule=self._schedule,
             num_micro_batches=self._plan.micro_batches,
-            least_samples=self._least_samples,
+            min_micro_batch_size=self._min_micro_batch_size,
             waiting=self.exposed.waiting,
             synchronized=self.world.data if self._is_synchronized else None,
         )

@@ -20,7 +20,7 @@ from stormo.config.strategies import SPECS
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.parallel.base import Strategy
+from stormo.parallel.base import Strategy, has_batch_norms
 from stormo.parallel.batch_size import StateSnapshot
 from stormo.parallel.ddp import DataParallel
 from stormo.parallel.table import STRATEGIES
@@ -625,6 +625,7 @@ def test_every_subclass_of_torch_s_batch_norm_counts_as_one(norm: nn.Module) -> 
     plan = SimpleNamespace(layout=SimpleNamespace(mesh=SimpleNamespace(pipeline=1)))
     strategy: Any = SimpleNamespace(_plan=plan, module=nn.Sequential(norm))
     assert Strategy.layer_kinds(strategy)["has_batch_norms"]
+    assert has_batch_norms(strategy.module)  # which pipelines ask
 
 
 class TellsWhetherTimed(Tiny):

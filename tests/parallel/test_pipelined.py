@@ -134,21 +134,23 @@ def test_too_many_stages_are_refused_with_the_arithmetic(run_ranks: Ranks) -> No
 def test_micro_batches_of_a_single_sample_are_refused_with_batch_norm(run_ranks: Ranks) -> None:
     for said in run_ranks(_refused, 2, Tiny, {"strategy": "pipeline", "global_batch_size": 6}):
         assert said.startswith(
-            "a global batch of 6 was set for 1 group, but the pipeline cuts a batch of 6 into micro-batches of a "
-            "single sample, and batch norm needs two; set fewer --micro-batches than 6"
+            "a global batch of 6 was set for 1 group, but the pipeline cuts the 6 samples of each into 6 "
+            "micro-batches of a single sample, and batch norm needs two; set fewer --micro-batches than 6"
         )
 
 
-def _short_step(world: World) -> float:
-    # In the last step are 5 samples: one micro-batch, as 5 would be single samples.
-    parts = build(world, {"num_train": 21, "dropout": 0.0}, strategy="pipeline", global_batch_size=16)
-    assert parts.plan.micro_batches == 8
-    return steps(parts, 2)[1]
+def _short_step(world: World, flags: dict[str, Any]) -> tuple[float, list[int], str]:
+    parts = build(world, {"num_train": 21, "dropout": 0.0}, strategy="pipeline", global_batch_size=16, **flags)
+    counts = [parts.strategy._engine.num_micro_batches(size) for size in (16, 6, 5, 1)]  # type: ignore[attr-defined]
+    return steps(parts, 2)[1], counts, " ".join(parts.strategy.notices)  # the last step has 5 samples
 
 
-def test_a_short_batch_is_not_cut_into_single_samples_for_batch_norm(run_ranks: Ranks) -> None:
-    for loss in run_ranks(_short_step, 2):
+@pytest.mark.parametrize("flags", [{}, {"ghost_batch_size": 2}], ids=str)
+def test_a_short_batch_is_not_cut_into_single_samples_for_batch_norm(run_ranks: Ranks, flags: dict[str, Any]) -> None:
+    for loss, counts, said in run_ranks(_short_step, 2, flags):
         assert 0.0 < loss < 5.0
+        assert counts == [8, 3, 1, 1]
+        assert "takes its statistics over micro-batches, here of 2 samples" in said
 
 
 class Noisy(Plain):

@@ -66,13 +66,13 @@ class Engine:
         device: torch.device,
         schedule: str,
         num_micro_batches: int,
-        least_samples: int = 1,
+        min_micro_batch_size: int = 1,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         synchronized: SubGroup | None = None,
     ) -> None:
         """`synchronized` are data-parallel workers, if their stages exchange tensors in every forward.
 
-        A short batch, too, is cut into micro-batches of at least `least_samples`.
+        A short batch, too, is cut into micro-batches of at least `min_micro_batch_size` samples.
         `waiting` is entered while this worker waits for activations or gradients of another one.
         """
         assert group.size > 1, "a pipeline has at least two workers"
@@ -82,7 +82,7 @@ class Engine:
         self._device = device
         self._schedule = schedule
         self._num_micro_batches = num_micro_batches
-        self._least_samples = least_samples
+        self._min_micro_batch_size = min_micro_batch_size
         self._waiting = waiting
         self._synchronized = synchronized
         self._prepared: dict[Any, _Prepared] = {}
@@ -96,7 +96,7 @@ class Engine:
 
     def num_micro_batches(self, num_samples: int) -> int:
         """Micro-batches of a batch: as many as were set, or fewer if those would not be equally large."""
-        limit = min(self._num_micro_batches, num_samples // self._least_samples)
+        limit = min(self._num_micro_batches, num_samples // self._min_micro_batch_size)
         return most_micro_batches(self._schedule, self._group.size, num_samples, limit)
 
     def forward_backward(
