@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.distributed.world import World
 
 _BUCKET_BYTES = 25 * 2**20
@@ -25,20 +26,24 @@ def broadcast(world: World, tensors: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def means(world: World, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """The mean of each tensor over all workers, one by one. All workers iterate to the end.
+def means(
+    world: World, tensors: Sequence[Tensor], dtype: torch.dtype | None = None, group: SubGroup | None = None
+) -> Iterator[Tensor]:
+    """The mean of each tensor over all workers, or over a group of them, one by one. All of them iterate to the end.
 
     Args:
         world: of the workers.
         tensors: of the same shapes on all of them.
         dtype: of the sums and of the result, if not the tensors' own.
+        group: of workers, if not all.
     """
+    workers = group or world
     for bucket in _buckets(tensors):
         own = bucket[0].dtype
         summed = dtype or _SUMMED_AS.get(own, own)
         flat = torch.cat([_flat(tensor).to(world.device, summed) for tensor in bucket])
-        world.sum(torch.view_as_real(flat) if flat.is_complex() else flat)
-        yield from split_like(flat.div_(world.size).to(dtype or own), bucket)
+        workers.sum(torch.view_as_real(flat) if flat.is_complex() else flat)
+        yield from split_like(flat.div_(workers.size).to(dtype or own), bucket)
 
 
 @torch.no_grad()

@@ -209,13 +209,16 @@ def no_side_effects(modules: Iterable[nn.Module], device: torch.device) -> Itera
 def sample_batch(task: Task, num_samples: int, device: torch.device) -> Any:
     """The first samples, collated and augmented as in training; fewer where there are fewer."""
     data: Any = task.datasets()[0]
+    batch: Any
     if isinstance(data, TensorData):
-        batch: Any = tuple(tensor[:num_samples] for tensor in data.tensors)
-    elif is_stream(data):
-        batch = task.collate(list(itertools.islice(data, num_samples)))
+        num_found, batch = min(num_samples, len(data)), tuple(tensor[:num_samples] for tensor in data.tensors)
     else:
-        batch = task.collate(read(data, list(range(min(num_samples, len(data))))))
+        if is_stream(data):
+            samples = list(itertools.islice(data, num_samples))
+        else:
+            samples = read(data, list(range(min(num_samples, len(data)))))
+        num_found, batch = len(samples), task.collate(samples)
     batch = move(batch, device)
     if task.num_draws:
-        batch = task.augment(batch, torch.full((num_samples, task.num_draws), 0.5, device=device))
+        batch = task.augment(batch, torch.full((num_found, task.num_draws), 0.5, device=device))
     return batch

@@ -6,7 +6,6 @@ stage for the loss. Along the other axes a stage is sharded as `fsdp` shards a w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from stormo.config.plan.parallelism import STAGES_PER_WORKER
+from stormo.config.plan.parallelism import STAGES_PER_WORKER, even_bubble
 from stormo.data.batches import batch_length, cut
 from stormo.data.generators import host_states, same_states
 from stormo.data.loaders import Batch
-from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError, pluralize
 from stormo.launch.torch_errors import is_single_value_per_channel
 from stormo.layers.sync_batch_norm import local_statistics
 from stormo.parallel.base import has_batch_norms
-from stormo.parallel.coalesced import copy, split_like
+from stormo.parallel.coalesced import copy, means
 from stormo.parallel.fsdp import Sharded, compose
 from stormo.parallel.loss_weights import EmptyBatchGuard
 from stormo.parallel.meta_init import sample_batch, temporary_weights
+from stormo.parallel.pipeline.activation_packing import ModelCall
 from stormo.parallel.pipeline.engine import Engine
 from stormo.parallel.pipeline.loss_capture import model_inputs, stand_in, with_output
 from stormo.parallel.pipeline.partition import check_pieces, into_stages, measured_costs
-from stormo.parallel.pipeline.schedules import Span, idle_share, predicted_bubble, worker_stages
+from stormo.parallel.pipeline.schedules import Span, idle_share, worker_stages
 from stormo.parallel.pipeline.split_points import Pieces, StageModule, find_pieces, keep_only
 from stormo.parallel.pipeline.stage import ScheduleTrace
 from stormo.parallel.tensor.layers import ShardSpec
@@ -38,7 +37,6 @@ from stormo.tasks.returned import read_loss
 
 _TRACED_BATCH = 3  # the first ones are slower than all later ones
 _MOST_CHECKED = 50_000_000  # parameters of a model whose pieces are compared with it, for which it is whole in memory
-_BUCKET_BYTES = 25 * 2**20  # of gradients that are averaged together
 
 
 class Pipelined(Sharded):
@@ -127,6 +125,7 @@ class Pipelined(Sharded):
             min_micro_batch_size=self._min_micro_batch_size,
             waiting=self.exposed.waiting,
             synchronized=self.world.data if self._is_synchronized else None,
+            example=ModelCall(*self._call),
         )
         self._is_even = True  # whether all workers have equally many samples in this micro-step
         count = 1 if self._is_synchronized else None
@@ -186,9 +185,10 @@ class Pipelined(Sharded):
         return sums[0] * self._loss_share
 
     def _collect_gradients(self) -> None:
-        if not self._zero:
+        if not self._zero and self.world.data.size > 1:
             with self.exposed.waiting():
-                average(self._reached(), self.world.data)
+                gradients = self._reached()
+                copy(gradients, means(self.world, gradients, group=self.world.data))
         super()._collect_gradients()
 
     def _reached(self) -> list[Tensor]:
@@ -210,7 +210,7 @@ class Pipelined(Sharded):
             "schedule": self._schedule,
             "num_stages": self._num_stages,
             "micro_batches": count,
-            "predicted_bubble": predicted_bubble(self._schedule, workers, self._num_stages, count),
+            "predicted_bubble": even_bubble(self._schedule, workers, count),
             "measured_bubble": idle_share(self.spans, workers),
             "spans": [list(span) for span in self.spans],
         }
@@ -218,18 +218,3 @@ class Pipelined(Sharded):
 
 def _gpu_state(device: torch.device) -> Any:
     return torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
-
-
-@torch.no_grad()
-def average(gradients: Sequence[Tensor], group: SubGroup) -> None:
-    """The mean of every gradient over a group, in place, in buckets."""
-    if group.size == 1:
-        return
-    waiting = list(gradients)
-    while waiting:
-        first, some, num_bytes = waiting[0], list[Tensor](), 0
-        while waiting and waiting[0].dtype == first.dtype and (not some or num_bytes < _BUCKET_BYTES):
-            some.append(waiting.pop(0))
-            num_bytes += some[-1].nbytes
-        flat = group.sum(torch.cat([gradient.reshape(-1) for gradient in some])).div_(group.size)
-        copy(some, split_like(flat, some))

@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.data import IterableDataset
 
 from stormo.data.generators import host_states, seed_host
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import StormoError
-from stormo.parallel.meta_init import materialize, meta_model, to_meta
+from stormo.parallel.meta_init import materialize, meta_model, sample_batch, to_meta
 from stormo.tasks.gpt import Gpt
 from stormo.tasks.language_model import Size
 from stormo.tasks.task import NoOptions, Task
+from tests.tiny_task import Tiny, TinyOptions
 
 Ranks = Callable[..., list[Any]]
 CACHE: dict[int, Tensor] = {}
@@ -168,3 +170,22 @@ def test_rank_0_refuses_a_wrong_model_before_others_build_it(run_ranks: Ranks) -
     assert "without parameters" in first[0]
     assert first[1:] == (False, 1)
     assert others == [(first[0], False, 0)] * 2
+
+
+class Short(Tiny):
+    """A stream of three samples."""
+
+    def train_data(self) -> Any:
+        return _Stream()
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(8), 0)] * 3)
+
+
+@pytest.mark.parametrize(("task", "noisy"), [(Tiny, False), (Tiny, True), (Short, False)])
+def test_a_sample_batch_has_draws_for_the_samples_that_there_are(task: type[Tiny], noisy: bool) -> None:
+    short = task(TinyOptions(num_train=3, jitter=True, noisy=noisy))
+    inputs, labels = sample_batch(short, 32, torch.device("cpu"))
+    assert (len(inputs), len(labels)) == (3, 3)

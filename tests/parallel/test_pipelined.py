@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from stormo.distributed.world import World
 from stormo.errors import SettingError
@@ -96,6 +97,30 @@ class _Centred(_Skips):
 def test_buffers_of_the_model_itself_are_where_they_are_used(run_ranks: Ranks) -> None:
     found = run_ranks(trained, 4, Centred, {**SGD, "mesh": "pipeline=2,shard=2"})
     assert_close(found, _expected(Centred, SGD), LIMIT)
+
+
+class Masked(Plain):
+    """Calls the model with a mask of 8 by 8, which a batch of 8 samples must not cut."""
+
+    def model(self) -> nn.Module:
+        return _Masked(self.options.width)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = batch
+        return cross_entropy(model(inputs.double(), mask=torch.ones(8, 8).tril()), labels)
+
+
+class _Masked(_Skips):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward((x[:, None] + mask).tanh().mean(1)) + mask.sum(1)[:3]
+
+
+@pytest.mark.parametrize("global_batch_size", [8, 16])
+def test_a_mask_that_is_as_long_as_the_batch_goes_whole_to_every_micro_batch(
+    run_ranks: Ranks, global_batch_size: int
+) -> None:
+    flags = {**SGD, "global_batch_size": global_batch_size}
+    assert_close(run_ranks(trained, 2, Masked, {**flags, "strategy": "pipeline"}), _expected(Masked, flags), LIMIT)
 
 
 def test_a_plain_model_is_traced(run_ranks: Ranks) -> None:

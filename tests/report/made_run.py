@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stormo.parallel.pipeline.schedules import idle_share, pipeline_order, simulate
+from stormo.parallel.pipeline.schedules import idle_share
+from tests.parallel.pipeline.simulation import pipeline_order, simulate
 
 BEGIN_UNIX_S = 1_790_000_000.0
 STEPS_PER_EPOCH = 20

@@ -11,6 +11,8 @@ from stormo.config.strategies import names
 from stormo.errors import SettingError, pluralize
 
 STAGES_PER_WORKER: Mapping[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
+# What a worker does for one micro-batch, in units of what it waits for each other worker.
+_WORK = {"interleaved": 2, "zero-bubble": 6}
 _MICRO_BATCHES_PER_STAGE = 4  # by default: the bubble of gpipe is below a fifth then
 _AVERAGING_STEPS = 16  # by default
 _COMPRESSION = {
@@ -76,9 +78,11 @@ def _check_sharded(config: TrainConfig, layout: Layout) -> None:
             "set a number",
         )
     if config.speed.channels_last:
+        by_itself = layout.zero and layout.mesh.pipeline == 1 and not config.speed.compile
         raise SettingError(
             "--channels-last was set",
-            f"strategy {layout.strategy} shards weights in their default layout",
+            f"strategy {layout.strategy} shards weights in their default layout"
+            + (", and on GPUs puts activations into channels last by itself" if by_itself else ""),
             "leave it out, or set --strategy ddp",
         )
 
@@ -216,11 +220,9 @@ def choose_micro_batches(config: TrainConfig, layout: Layout, micro_batch_size: 
     return max([n for n in fitting if n <= _MICRO_BATCHES_PER_STAGE * stages] or fitting[:1])
 
 
-def even_bubble(schedule: str, stages: int, micro_batches: int) -> float | None:
-    """The idle share of the workers' time if all stages took equally long; None where there is no formula."""
-    if schedule == "zero-bubble":
-        return None
-    return (stages - 1) / (STAGES_PER_WORKER[schedule] * micro_batches + stages - 1)
+def even_bubble(schedule: str, stages: int, micro_batches: int) -> float:
+    """The idle share of the workers' time if all stages took equally long, a backward twice as long as a forward."""
+    return (stages - 1) / (_WORK.get(schedule, 1) * micro_batches + stages - 1)
 
 
 def sharding_lines(
@@ -234,10 +236,10 @@ def sharding_lines(
         text = f"{pluralize(stages * per_worker, 'stage')} on {pluralize(stages, 'worker')}, {schedule}, "
         size = pluralize(-(-micro_batch_size // micro_batches), "sample")
         text += f"{pluralize(micro_batches, 'micro-batch')} of {size}"
-        bubble = even_bubble("gpipe" if layout.spec.schedule else schedule, stages, micro_batches)
-        if bubble is not None:
-            below = f"{per_worker} × {micro_batches}" if per_worker > 1 else f"{micro_batches}"
-            text += f"; bubble {bubble:.0%} = ({stages} - 1) / ({below} + {stages} - 1)"
+        work = _WORK.get(schedule, 1)
+        below = f"{work} × {micro_batches}" if work > 1 else f"{micro_batches}"
+        bubble = even_bubble(schedule, stages, micro_batches)
+        text += f"; bubble {bubble:.0%} = ({stages} - 1) / ({below} + {stages} - 1)"
         lines.append(("pipeline", text))
     if sharding.checkpoint_activations:
         lines.append(("activations", "recomputed in backward, block by block"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from stormo.errors import SettingError
-from stormo.parallel.pytree import SUPPORTED_NODES, tree_leaves, tree_map, tree_tensors
+from stormo.parallel.pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_tensors, tree_unflatten
 
 # By their bits; smaller ones by value, which fp16 has exactly.
 _BITS = {torch.int64: torch.float64, torch.int32: torch.float32, torch.int16: torch.float16}
@@ -73,23 +73,27 @@ class TensorSpec:
 class ModelCall:
     """The arguments of a call of the model: which tensors are cut into micro-batches, and a spec for each of them."""
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        call = (tuple(args), dict(kwargs))
-        tensors = [tensor for tensor in tree_tensors(call) if tensor.ndim]
-        if not tensors or not len(tensors[0]):
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], example: ModelCall | None = None) -> None:
+        """`example` is a call with another number of samples: a mask may be as long as one of them, not as both."""
+        leaves, self._tree = tree_flatten((tuple(args), dict(kwargs)))
+        self._lengths = [len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
+        self.num_samples = next((length for length in self._lengths if length is not None), 0)
+        if not self.num_samples:
             raise SettingError(
                 "the model was called in a pipeline",
                 "none of its arguments is a tensor with samples in it",
                 "call it with a tensor that has one row for each sample",
             )
-        self.num_samples = len(tensors[0])
-        self.tensors = [tensor for tensor in tensors if len(tensor) == self.num_samples]
-
-        def spec_of(leaf: Any) -> Any:
-            is_cut = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == self.num_samples
-            return TensorSpec(tuple(leaf.shape), leaf.dtype, ()) if is_cut else leaf
-
-        self.specs = tree_map(spec_of, call)
+        are_cut = [length == self.num_samples for length in self._lengths]
+        if example is not None and example._tree == self._tree:
+            pairs = zip(are_cut, example._lengths, strict=True)
+            are_cut = [is_cut and length in (None, example.num_samples) for is_cut, length in pairs]
+        self.tensors = [leaf for leaf, is_cut in zip(leaves, are_cut, strict=True) if is_cut]
+        specs = [
+            TensorSpec(tuple(leaf.shape), leaf.dtype, ()) if is_cut else leaf
+            for leaf, is_cut in zip(leaves, are_cut, strict=True)
+        ]
+        self.specs = tree_unflatten(specs, self._tree)
         # Everything that a shape between stages may depend on.
         shapes = tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf, self.specs)
         self.key = repr((shapes, [tensor.stride() for tensor in self.tensors]))

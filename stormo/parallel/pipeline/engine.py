@@ -69,9 +69,11 @@ class Engine:
         min_micro_batch_size: int = 1,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         synchronized: SubGroup | None = None,
+        example: ModelCall | None = None,
     ) -> None:
         """`synchronized` are data-parallel workers, if their stages exchange tensors in every forward.
 
+        `example` is a call with the samples of a micro-batch: it tells which tensors have a row for each sample.
         A short batch, too, is cut into micro-batches of at least `min_micro_batch_size` samples.
         `waiting` is entered while this worker waits for activations or gradients of another one.
         """
@@ -85,6 +87,7 @@ class Engine:
         self._min_micro_batch_size = min_micro_batch_size
         self._waiting = waiting
         self._synchronized = synchronized
+        self._example = example
         self._prepared: dict[Any, _Prepared] = {}
         self._loss_of: Callable[[Any, int], Tensor] | None = None
         self.trace: ScheduleTrace | None = None  # records batches while it is set
@@ -110,13 +113,13 @@ class Engine:
         """Forward and backward of a batch: adds to `.grad`, and returns the losses on the worker of the last stage.
 
         Args:
-            args: of the model. Tensors as long as the first one are cut along dimension 0; everything else goes whole
-                to every micro-batch.
+            args: of the model. Tensors as long as the first one, here and in the example, are cut along dimension 0;
+                everything else goes whole to every micro-batch.
             loss_of: from the output of a micro-batch and its number to the weighted loss; called at the last stage.
             kwargs: of the model.
             count: micro-batches, if other than `num_micro_batches` of the batch.
         """
-        call = ModelCall(args, kwargs or {})
+        call = ModelCall(args, kwargs or {}, self._example)
         count = count or self.num_micro_batches(call.num_samples)
         prepared = self._prepare(call, count, has_backward=True)
         losses: list[Tensor] = []
@@ -131,7 +134,7 @@ class Engine:
     @torch.no_grad()
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, count: int | None = None) -> Any:
         """The output of the model for a batch of any size, on all workers of the pipeline; without gradients."""
-        call = ModelCall(args, kwargs or {})
+        call = ModelCall(args, kwargs or {}, self._example)
         count = count or self.num_micro_batches(call.num_samples)
         prepared = self._prepare(call, count, has_backward=False)
         self._step(prepared, call)

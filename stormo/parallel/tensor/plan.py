@@ -67,7 +67,8 @@ def derive_plan(task: Task, model: nn.Module, size: int) -> dict[str, str]:
         raise SettingError(
             f"tensor={size} was set",
             f"it is not known how to shard the layers of {type(model).__name__}",
-            f"return it from {type(task).__name__}.tensor_plan(model)" + _example(model, size),
+            f"say so in {type(task).__name__}, as in def tensor_plan(self, model): return "
+            '{"up": "column", "down": "row"}',
         )
     return plan
 
@@ -169,31 +170,3 @@ def chain_plan(chain: Chain, size: int) -> dict[str, str]:
         elif layer.in_features % size == 0:
             plan[path] = WHOLE_ROW
     return plan
-
-
-def _example(model: nn.Module, size: int) -> str:
-    """How a user would write a plan, with names of the model; empty if no layers are known to be a pair."""
-    plan: dict[str, str] = {}
-    for path, module in model.named_modules():
-        plan = plan or (chain_plan(chain_of(module, path), size) if is_chain(module) else _pair(path, module))
-    named = ", ".join(f'"{path}": "{kind}"' for path, kind in plan.items())
-    return f", as in def tensor_plan(self, model): return {{{named}}}" if plan else ""
-
-
-def _pair(path: str, module: nn.Module) -> dict[str, str]:
-    """Neighbouring layers of a module, the last of which has the width of the others' outputs as its input.
-
-    Layers that do not change the width, such as queries and keys, may be parallel branches: they are not paired.
-    """
-    before: list[tuple[str, nn.Linear]] = []  # of equal sizes, as the two first layers of a gated block
-    for name, layer in module.named_children():
-        full = f"{path}.{name}" if path else name
-        if not isinstance(layer, nn.Linear):
-            before = before if is_elementwise(layer) else []
-        elif before and layer.in_features == before[0][1].out_features:
-            return {**{one: COLUMN for one, _ in before}, full: ROW}
-        else:
-            sizes = layer.in_features, layer.out_features
-            before = [one for one in before if (one[1].in_features, one[1].out_features) == sizes]
-            before += [(full, layer)] if sizes[0] != sizes[1] else []
-    return {}

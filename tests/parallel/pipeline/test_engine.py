@@ -18,11 +18,12 @@ from stormo.errors import SettingError
 from stormo.parallel.pipeline.engine import Engine
 from stormo.parallel.pipeline.loss_capture import model_inputs, with_output
 from stormo.parallel.pipeline.partition import into_stages
-from stormo.parallel.pipeline.schedules import Action, Span, idle_share, pipeline_order, worker_stages
+from stormo.parallel.pipeline.schedules import Span, idle_share, worker_stages
 from stormo.parallel.pipeline.split_backward import backward_inputs, backward_weights
 from stormo.parallel.pipeline.split_points import StageModule, find_pieces, keep_only
 from stormo.parallel.pipeline.stage import ScheduleTrace
 from tests.parallel.pipeline import models
+from tests.parallel.pipeline.simulation import Action, pipeline_order
 
 CASES = (
     # model, schedule, stages a worker, micro-batches
