@@ -204,12 +204,11 @@ def chunks_of(parts: Sequence[ParameterShard], optimizer: Optimizer) -> list[Chu
     """The chunks of weights and optimizer state that this rank stores."""
     chunks = [_chunk("model", part.name, part, part.local.detach()) for part in parts if part.is_saved]
     stepped = _stepped(parts, optimizer)
-    for full_name, tensor in flatten_optimizer(optimizer, _labels(stepped)).items():
-        label, _, key = full_name.rpartition("|")
-        part = stepped[label]
+    for name, tensor in flatten_optimizer(optimizer, {part.local: part.name for part in stepped.values()}).items():
+        own, _, key = name.rpartition("|")
+        part = stepped[own]
         if not part.is_saved:
             continue
-        name = f"{part.name}|{key}"
         if key and "=" not in key and tensor.ndim and tensor.shape == part.local.shape:
             chunks.append(_chunk("optimizer", name, part, tensor))
         elif not any(part.offset):
@@ -234,16 +233,16 @@ def restore_parts(
         if not full_name.endswith(EMA):
             keys.setdefault(name, []).append(key)
     state: dict[str, Tensor] = {}
-    for label, part in stepped.items():
-        for key in keys.get(part.name, []):
-            name = f"{part.name}|{key}"
+    for own, part in stepped.items():
+        for key in keys.get(own, []):
+            name = f"{own}|{key}"
             entry = stored[name]
             is_sharded = entry.shape == part.whole_shape
             offset, shape = (part.offset, part.local.shape) if is_sharded else ((0,) * len(entry.shape), entry.shape)
-            into = state[f"{label}|{key}"] = torch.empty(shape, dtype=entry.dtype)
+            into = state[name] = torch.empty(shape, dtype=entry.dtype)
             items.append(ReadItem(section="optimizer", name=name, offset=offset, into=into))
     reader.fill(items)
-    restore_optimizer(optimizer, _labels(stepped), state)
+    restore_optimizer(optimizer, {part.local: part.name for part in stepped.values()}, state)
 
 
 def average_chunks(average: WeightAverage | None) -> list[Chunk]:
@@ -275,7 +274,7 @@ def restore_average(average: WeightAverage, stored: Mapping[str, Tensor]) -> Non
 
 def stepped_names(parts: Sequence[ParameterShard], optimizer: Optimizer) -> set[str]:
     """The parameters that the optimizer steps on this rank."""
-    return {part.name for part in _stepped(parts, optimizer).values()}
+    return set(_stepped(parts, optimizer))
 
 
 def _chunk(section: str, name: str, part: ParameterShard, tensor: Tensor) -> Chunk:
@@ -283,21 +282,9 @@ def _chunk(section: str, name: str, part: ParameterShard, tensor: Tensor) -> Chu
 
 
 def _stepped(parts: Sequence[ParameterShard], optimizer: Optimizer) -> dict[str, ParameterShard]:
-    """The parts that the optimizer steps, each by a unique name; the others are frozen."""
+    """The parts that the optimizer steps, by name; the others are frozen."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    stepped: dict[str, ParameterShard] = {}
-    for part in parts:
-        if part.local in own:
-            label, number = part.name, 1
-            while label in stepped:
-                number += 1
-                label = f"{part.name} ({number})"
-            stepped[label] = part
-    return stepped
-
-
-def _labels(stepped: dict[str, ParameterShard]) -> dict[Tensor, str]:
-    return {part.local: label for label, part in stepped.items()}
+    return {part.name: part for part in parts if part.local in own}
 
 
 def _require_shape(reader: Reader, part: ParameterShard) -> None:

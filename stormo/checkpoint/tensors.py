@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -146,10 +145,7 @@ def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
     """The tensor of these little-endian values; it shares the memory of `data`."""
     if not data:
         return torch.empty(shape, dtype=dtype)
-    raw = torch.frombuffer(data, dtype=torch.uint8)
-    if sys.byteorder == "big":
-        raw = _swapped(raw, dtype)
-    return raw.view(dtype).reshape(shape)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def require_plain(name: str, tensor: Tensor) -> None:
@@ -170,14 +166,6 @@ def _pieces(name: str, tensor: Tensor) -> Iterator[memoryview]:
         return
     # The memory of a conjugated or negated view holds the original values.
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    raw = plain.reshape(-1).view(torch.uint8)
-    if sys.byteorder == "big":
-        raw = _swapped(raw, plain.dtype)
-    view = raw.numpy().data
+    view = plain.reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(view), _PIECE_BYTES):
         yield view[start : start + _PIECE_BYTES]
-
-
-def _swapped(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same values in the other byte order."""
-    return raw.reshape(-1, dtype.itemsize // (2 if dtype.is_complex else 1)).flip(1).reshape(-1)

@@ -62,7 +62,7 @@ from stormo.checkpoint.reader import Reader, published, read_manifest
 from stormo.checkpoint.retention import RetentionPolicy, new_temp_dir, remove, remove_stale_temp_dirs, rotate
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, Encoded, weights_digest
 from stormo.errors import full_disk
-from stormo.system.files import BadFileError, printable, read_bytes, read_object
+from stormo.system.files import BadFileError, printable, read_bytes, read_object, sync_folder
 
 # Up to this size, one process reads all weights back to hash their values. Larger models get a digest of their chunks'
 # digests.
@@ -97,19 +97,6 @@ def write_file(
         stream.flush()
         os.fsync(stream.fileno())
     return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder_fd)
-    except OSError as error:
-        # Some network and user-space file systems need no such call, and refuse it.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(folder_fd)
 
 
 @dataclass(frozen=True)
@@ -312,6 +299,11 @@ class Chunk:
     offset: Shape
     tensor: Tensor
 
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return f"{self.section}/{self.name}"
+
 
 def whole_chunk(section: str, name: str, tensor: Tensor) -> Chunk:
     """All of a tensor as one chunk."""
@@ -334,21 +326,9 @@ class ShardWriter:
     def __init__(self, rank: int, shard: Shard) -> None:
         self._rank = rank
         self._aliases = dict(shard.aliases)
-        self._tensors: dict[str, Tensor] = {}
-        self._keys: list[tuple[str | None, Chunk]] = []
-        for chunk in shard.chunks:
-            self._keys.append((self._key(chunk) if chunk.tensor.numel() else None, chunk))
+        self._chunks = shard.chunks
+        self._tensors = {chunk.key: chunk.tensor for chunk in shard.chunks if chunk.tensor.numel()}
         self._encoded = Encoded(self._tensors)
-
-    def _key(self, chunk: Chunk) -> str:
-        """Its name in the file, with a number if the rank has several chunks of one tensor."""
-        plain = key = f"{chunk.section}/{chunk.name}"
-        number = 1
-        while key in self._tensors:
-            number += 1
-            key = f"{plain}#{number}"
-        self._tensors[key] = chunk.tensor
-        return key
 
     def write(self, temporary: Path, step: int, abandoned: threading.Event | None = None) -> None:
         """Write this rank's shard and its index, if it has any tensor, then its rank manifest."""
@@ -380,25 +360,23 @@ class ShardWriter:
 
     def _index(self) -> Index:
         index: Index = {section: {} for section in SECTIONS}
-        for key, chunk in self._keys:
-            entries, stored = index.setdefault(chunk.section, {}), list[StoredChunk]()
-            if key is not None:
+        for chunk in self._chunks:
+            stored: tuple[StoredChunk, ...] = ()
+            if chunk.key in self._tensors:
                 assert self._encoded.digests is not None
-                start, stop = self._encoded.spans[key]
-                stored.append(
+                start, stop = self._encoded.spans[chunk.key]
+                stored = (
                     StoredChunk(
                         file=shard_name(self._rank),
                         offset=chunk.offset,
                         shape=tuple(chunk.tensor.shape),
                         start=start,
                         stop=stop,
-                        sha256=self._encoded.digests[key],
-                    )
+                        sha256=self._encoded.digests[chunk.key],
+                    ),
                 )
-            before = entries[chunk.name].chunks if chunk.name in entries else ()
-            entries[chunk.name] = TensorEntry(
-                dtype=chunk.tensor.dtype, shape=chunk.whole_shape, chunks=(*before, *stored)
-            )
+            entry = TensorEntry(dtype=chunk.tensor.dtype, shape=chunk.whole_shape, chunks=stored)
+            index.setdefault(chunk.section, {})[chunk.name] = entry
         return index
 
     def _rank_manifest(self, files: Mapping[str, FileEntry]) -> dict[str, Any]:

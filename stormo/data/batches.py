@@ -55,22 +55,6 @@ def move(data: Any, device: torch.device, path: str = _ROOT) -> Any:
     return _rebuilt(data, [move(part, device, where) for where, part in parts], path)
 
 
-def are_same(first: Any, second: Any) -> bool:
-    """Whether two samples or batches are certainly the same."""
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, numpy.ndarray):
-        return numpy.array_equal(first, second)
-    ours, theirs = _parts(first, _ROOT), _parts(second, _ROOT)
-    if ours is None or theirs is None:
-        return (first == second) is True
-    return [path for path, _ in ours] == [path for path, _ in theirs] and all(
-        are_same(one, other) for (_, one), (_, other) in zip(ours, theirs, strict=True)
-    )
-
-
 def is_opaque(data: Any) -> bool:
     """Whether something in a batch moves itself and does not show its tensors."""
     parts = _parts(data, _ROOT)

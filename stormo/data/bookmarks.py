@@ -6,6 +6,7 @@ is not part of it. So a bookmark holds digests of the samples that follow, and i
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+import torch
 from torch import Tensor
 
 NUM_CHECKED = 8  # samples that must be the same
@@ -65,8 +67,6 @@ def digest(sample: Any) -> str:
 
 
 def _add(found: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().float().numpy() if value.dtype.itemsize == 2 else value.detach().cpu().numpy()
     if isinstance(value, Mapping):
         for key, item in value.items():
             found.update(str(key).encode())
@@ -75,10 +75,19 @@ def _add(found: Any, value: Any) -> None:
         found.update(f"{len(value)}[".encode())
         for item in value:
             _add(found, item)
-    elif isinstance(value, numpy.ndarray):
-        found.update(f"{value.shape}{value.dtype}".encode() + numpy.ascontiguousarray(value).tobytes())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        _add(found, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
     else:
         try:
-            found.update(pickle.dumps(value))
-        except Exception:  # any that pickle or the value itself raises
+            found.update(_bytes_of(value))
+        except Exception:  # any that torch, pickle or the value itself raises
             found.update(os.urandom(16))  # what cannot be compared counts as another sample
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        value = (value.detach() if value.layout == torch.strided else value.detach().to_dense()).cpu()
+        value = (value.float() if value.dtype.itemsize == 2 else value).numpy()
+    if isinstance(value, numpy.ndarray) and value.dtype != object:
+        return f"{value.shape}{value.dtype}".encode() + numpy.ascontiguousarray(value).tobytes()
+    return pickle.dumps(value)

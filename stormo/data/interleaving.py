@@ -19,51 +19,41 @@ _File = TypeVar("_File")
 _END = object()
 
 
-def interleave(
-    files: Sequence[_File],
-    read: Callable[[_File], Iterable[Any]],
-    *,
-    cycle: int = 4,
-    shuffle: bool = True,
-    num_samples: int | None = None,
-) -> Interleaved[_File]:
-    """A stream over the samples of many files.
-
-    Args:
-        files: in an order that is the same in every process, such as a sorted one.
-        read: gives the samples of one file, one after the other; a function at the top level of a file.
-        cycle: how many files are open at a time; each gives one sample before its turn comes again.
-        shuffle: take the files in another order in every round.
-        num_samples: of all files together, where it is known; otherwise --epoch-samples says what makes an epoch.
-    """
-    if isinstance(files, str | Iterator | Set):
-        raise SettingError(
-            f"interleave() was given a {type(files).__name__}",
-            "it takes a list of files, whose order is the same in every process",
-            'give it something like sorted(Path("data").glob("*.npy"))',
-        )
-    if not files:
-        raise SettingError("interleave() was given no files", "there is nothing to read", "check where they lie")
-    if cycle < 1:
-        raise SettingError(f"interleave(cycle={cycle}) was called", "one file is open at least", "set 1 or more")
-    if num_samples is not None and num_samples < 1:
-        raise SettingError(
-            f"interleave(num_samples={num_samples}) was called", "it is the samples of all files", "set 1 or more"
-        )
-    return Interleaved(files, read, cycle, shuffle, num_samples)
-
-
 class Interleaved(IterableDataset[Any], Generic[_File]):
-    """See `interleave`."""
+    """A stream over the samples of many files."""
 
     def __init__(
         self,
         files: Sequence[_File],
         read: Callable[[_File], Iterable[Any]],
-        cycle: int,
-        shuffle: bool,
-        num_samples: int | None,
+        *,
+        cycle: int = 4,
+        shuffle: bool = True,
+        num_samples: int | None = None,
     ) -> None:
+        """Check the arguments; files are read later.
+
+        Args:
+            files: in an order that is the same in every process, such as a sorted one.
+            read: gives the samples of one file, one after the other; a function at the top level of a file.
+            cycle: how many files are open at a time; each gives one sample before its turn comes again.
+            shuffle: take the files in another order in every round.
+            num_samples: of all files together, where it is known; otherwise --epoch-samples says what makes an epoch.
+        """
+        if isinstance(files, str | Iterator | Set):
+            raise SettingError(
+                f"interleave() was given a {type(files).__name__}",
+                "it takes a list of files, whose order is the same in every process",
+                'give it something like sorted(Path("data").glob("*.npy"))',
+            )
+        if not files:
+            raise SettingError("interleave() was given no files", "there is nothing to read", "check where they lie")
+        if cycle < 1:
+            raise SettingError(f"interleave(cycle={cycle}) was called", "one file is open at least", "set 1 or more")
+        if num_samples is not None and num_samples < 1:
+            raise SettingError(
+                f"interleave(num_samples={num_samples}) was called", "it is the samples of all files", "set 1 or more"
+            )
         self._files = list(files)
         self._read = read
         self._cycle = cycle
@@ -96,3 +86,6 @@ class Interleaved(IterableDataset[Any], Generic[_File]):
         yield from first
         for file in waiting:
             yield from self._read(file)
+
+
+interleave = Interleaved

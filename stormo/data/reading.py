@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from stormo.data.batches import Collate, are_same, collate
+from stormo.data.batches import Collate, collate
 from stormo.data.bookmarks import NOT_THE_SAME, NUM_CHECKED, Bookmark, digest
 from stormo.data.generators import generators_kept, host_states, same_states, seed_host, set_host_states
 from stormo.data.order import derive_seed
@@ -94,7 +94,8 @@ class SeededDataset(PickleByValue, Dataset[Any]):
         if self._may_draw and self._needs_seeds is None:
             samples = self._read_seeded(keys)
             index, seed = keys[0]
-            self._needs_seeds = not are_same(samples[:1], self._read_seeded([(index, seed ^ 1)]))
+            (again,) = self._read_seeded([(index, seed ^ 1)])
+            self._needs_seeds = digest(samples[0]) != digest(again)
             return samples
         if self._needs_seeds:
             return self._read_seeded(keys)
@@ -293,19 +294,6 @@ class RoundRobin(PickleByValue, IterableDataset[tuple[int, Any]]):
                 return
 
 
-def round_robin_loader(
-    data: Any,
-    batch_size: int,
-    worker: int,
-    num_workers: int,
-    device: torch.device,
-    num_processes: int,
-    make_batch: Collate,
-) -> DataLoader[Any]:
-    """Every batch of a stream as (number of samples, data); data is None in other workers' turns, but for the first."""
-    stream = RoundRobin(data, batch_size, worker, num_workers, make_batch)
-    return open_loader(stream, device, min(1, num_processes), _unchanged, batch_size=None)
-
-
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """A batch that is one already."""
     return batch

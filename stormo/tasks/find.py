@@ -161,7 +161,7 @@ def _class_in(module: ModuleType, wanted: str, name: str) -> type[Task]:
         )
     if wanted and wanted not in tasks:
         raise unknown_name(f"task class of {module.__name__}", wanted, tasks)
-    if not wanted and len(tasks) > 1:
+    if not wanted and len(set(tasks.values())) > 1:
         found = f"it defines {len(tasks)} task classes ({', '.join(sorted(tasks))})"
         raise SettingError(f"the task {name} was named", found, f"name one as {name}:Class, a subclass of stormo.Task")
     return tasks[wanted or next(iter(tasks))]

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from stormo.config.plan import no_validation_samples
 from stormo.data.batches import Collate, collate, move
 from stormo.data.order import derive_seed
-from stormo.data.processes import raise_forwarded, shut_down
-from stormo.data.reading import is_stream, key_loader, known_length, round_robin_loader
+from stormo.data.processes import open_loader, raise_forwarded, shut_down
+from stormo.data.reading import RoundRobin, is_stream, key_loader, known_length, unchanged
 from stormo.data.tensors import TensorData
 from stormo.distributed.world import AsyncAllReduce, World
 from stormo.errors import SettingError
@@ -57,9 +57,8 @@ class Validation:
         self.num_batches = math.ceil(self.num_samples / batch_size)
         self._batches: Iterable[Any]
         if self.is_stream:
-            self._batches = round_robin_loader(
-                data, batch_size, world.data.rank, world.data.size, world.device, num_loader_workers, make_batch
-            )
+            stream = RoundRobin(data, batch_size, world.data.rank, world.data.size, make_batch)
+            self._batches = open_loader(stream, world.device, min(1, num_loader_workers), unchanged, batch_size=None)
             return
         mine = range(world.data.rank, self.num_batches, world.data.size) or range(1)
         spans = [range(i * batch_size, min((i + 1) * batch_size, self.num_samples)) for i in mine]

@@ -34,19 +34,18 @@ def store(folder: Path, step: int, seed: int) -> None:
 
 
 def store_shards(folder: Path, step: int, seed: int) -> None:
-    """The same snapshot, of which each of two workers has every other row, and the first what has none."""
+    """The same snapshot, of which each of two workers has half of the rows, and the first what has none."""
     snapshot, chunks = make_snapshot(seed), ([], [])
     for section in ("model", "optimizer"):
         for name, tensor in getattr(snapshot, section).items():
-            rows = range(tensor.shape[0]) if tensor.ndim else [None]
-            for row in rows:
-                part = tensor if row is None else tensor[row : row + 1]
-                offset = () if row is None else (row, *[0] * (tensor.ndim - 1))
+            if not tensor.ndim:
+                chunks[0].append(whole_chunk(section, name, tensor))
+                continue
+            half = len(tensor) // 2
+            for rank, (row, part) in enumerate(((0, tensor[:half]), (half, tensor[half:]))):
+                offset = (row, *[0] * (tensor.ndim - 1))
                 one = Chunk(section=section, name=name, whole_shape=tuple(tensor.shape), offset=offset, tensor=part)
-                chunks[(row or 0) % 2].append(one)
-            if not rows:
-                chunk = Chunk(section=section, name=name, whole_shape=tuple(tensor.shape), offset=(0, 0), tensor=tensor)
-                chunks[0].append(chunk)
+                chunks[rank].append(one)
     for full_name, tensor in snapshot.ranks.items():
         rank, _, name = full_name.partition("/")
         chunks[int(rank)].append(whole_chunk("own", name, tensor))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -38,14 +37,12 @@ from stormo.checkpoint.index import StoredChunk
 from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
-from stormo.parallel.parameter_shards import ParameterShard
 from stormo.training.state import Progress, RunState
 from tests.checkpoint.fake_sharded import (
     MESHES,
     FakeSharded,
     Model,
     read_chunk,
-    read_tensor,
     require_whole,
     whole_values,
 )
@@ -168,46 +165,6 @@ def test_the_same_mesh_resumes_exactly_and_another_with_means_and_new_generators
         assert other[1]["norm.num_batches_tracked"] == 1
         assert other[1]["table"].tolist() == [0.0] * 3
     assert len({tuple(other[0]) for _, _, other in results}) == 4
-
-
-def _second_chunks(world: World, folder: str) -> str:
-    """A worker that holds two chunks of one parameter."""
-    strategy = FakeSharded(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
-    whole = torch.arange(18.0).reshape(6, 3)
-    strategy._parts = [
-        ParameterShard(
-            name="weight",
-            whole_shape=(6, 3),
-            offset=(row, 0),
-            local=nn.Parameter(torch.zeros(2, 3) if world.rank == row % 4 // 2 else torch.zeros(0, 3)),
-            is_counted=True,
-            is_saved=True,
-        )
-        for row in (0, 2, 4)
-    ]
-    strategy.optimizer = torch.optim.SGD([part.local for part in strategy._parts], lr=1.0, momentum=0.9)
-    for part in strategy._parts:
-        part.local.data.copy_(part.of(whole))
-        strategy.optimizer.state[part.local]["momentum_buffer"] = -part.of(whole).clone()
-    path = save(strategy, folder, 1)
-    again = FakeSharded(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
-    run_state(again).restore(world, Path(path), 0)
-    (part,) = again.shards()
-    assert torch.equal(part.local, part.of(whole))
-    assert torch.equal(again.optimizer.state[part.local]["momentum_buffer"], -part.of(whole))
-    return path
-
-
-def test_a_worker_may_hold_several_boxes_of_one_parameter(run_ranks: Ranks, tmp_path: Path) -> None:
-    path, _ = run_ranks(_second_chunks, 2, str(tmp_path))
-    with Reader(path) as reader:
-        places = list(reader.entries("model")["weight"].chunks)
-        assert torch.equal(read_tensor(reader, "weight"), torch.arange(18.0).reshape(6, 3))
-        assert torch.equal(read_chunk(reader, "weight", (1, 2), (4, 1)), torch.arange(18.0).reshape(6, 3)[1:5, 2:])
-        with pytest.raises(ValueError, match="has no chunk"):
-            read_chunk(reader, "weight", (5, 0), (2, 3))
-    assert places == [(0, (0, 0), (2, 3)), (0, (4, 0), (2, 3)), (1, (2, 0), (2, 3))]
-    assert {"model/weight", "model/weight#2"} <= safetensors.torch.load_file(f"{path}/shard-00000.safetensors").keys()
 
 
 def _digests(world: World, folder: str, limit_bytes: int) -> str:

@@ -386,6 +386,8 @@ def test_boxes_of_whole_tensors_are_read_from_the_file_that_holds_them(
             assert read_tensor(reader, name).dtype == tensor.dtype
         chunk = read_chunk(reader, "conv.weight", (3, 0, 1, 1), (4, 2, 2, 1))
         assert torch.equal(chunk, expected.model["conv.weight"][3:7, 0:2, 1:3, 1:2])
+        with pytest.raises(ValueError, match="has no chunk"):
+            read_chunk(reader, "conv.weight", (3, 0, 1, 1), (400, 2, 2, 1))
         (newest / "model.safetensors").write_bytes(b"")
         with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors: it is 0 bytes long"):
             read_tensor(reader, "mask")

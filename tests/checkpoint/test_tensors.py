@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -135,16 +134,6 @@ def test_a_contiguous_tensor_is_not_copied() -> None:
     tensor = torch.arange(1000)
     pieces = list(module._pieces("w", tensor))
     assert np.frombuffer(pieces[0], dtype=np.int64).ctypes.data == tensor.data_ptr()
-
-
-@pytest.mark.parametrize(("dtype", "part"), [(torch.int32, "i4"), (torch.complex64, "f4"), (torch.bool, "?")])
-def test_a_big_endian_machine_swaps_each_number(dtype: torch.dtype, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.tensor([1, 0, 3]).to(dtype)
-    monkeypatch.setattr(sys, "byteorder", "big")
-    swapped = b"".join(module._pieces("w", tensor))
-    monkeypatch.undo()
-    # In memory the numbers are little endian here, so swapping them gives the big-endian bytes.
-    assert swapped == np.frombuffer(raw(tensor), "<" + part).astype(">" + part).tobytes()
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, IterableDataset
 from stormo.data.batches import collate
 from stormo.data.loaders import IterableLoader, Share, StreamedLoader
 from stormo.data.order import part
-from stormo.data.processes import shut_down
-from stormo.data.reading import is_stream, known_length, round_robin_loader
+from stormo.data.processes import open_loader, shut_down
+from stormo.data.reading import RoundRobin, is_stream, known_length, unchanged
 from stormo.errors import SettingError
 
 # Loading processes are forked from a server: without this each would take seconds to import torch.
@@ -279,7 +279,7 @@ def test_the_global_generators_are_untouched(processes: int) -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
     loader = _loader(data=Stream(shuffles=True), processes=processes)
     list(loader.epoch(1))
-    list(round_robin_loader(Stream(shuffles=True), 4, 0, 1, CPU, 0, collate))
+    list(RoundRobin(Stream(shuffles=True), 4, 0, 1, collate))
     loader.close()
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[union-attr]
@@ -289,12 +289,12 @@ def test_the_global_generators_are_untouched(processes: int) -> None:
 @pytest.mark.parametrize("num_samples", [0, 3, 8, 23])
 def test_workers_take_the_batches_of_a_stream_in_turn_and_all_see_its_end(num_samples: int, processes: int) -> None:
     data = Endless(num_samples, shuffles=True)
-    loader = round_robin_loader(data, 4, 0, 1, CPU, processes, collate)
+    loader = open_loader(RoundRobin(data, 4, 0, 1, collate), CPU, processes, unchanged, batch_size=None)
     alone = list(loader)
     shut_down(loader)
     assert sum(length for length, _ in alone) == num_samples
     for worker in range(3):
-        found = list(round_robin_loader(data, 4, worker, 3, CPU, 0, collate))
+        found = list(RoundRobin(data, 4, worker, 3, collate))
         assert [length for length, _ in found] == [length for length, _ in alone]
         for index, (_, batch) in enumerate(found):
             if index % 3 == worker or index == 0:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -131,6 +134,27 @@ def test_digests_tell_samples_apart() -> None:
     samples = [{"x": 1}, {"x": 2}, {"y": 1}, ["1"], [1], torch.ones(2), torch.ones(2).half(), torch.ones(1, 2), None]
     assert len({digest(sample) for sample in samples}) == len(samples) - 1  # halves compare as floats
     assert digest(torch.ones(2)) == digest(torch.ones(2))
+
+
+@dataclass
+class _Pair:
+    x: Any
+    y: str = "y"
+
+
+def test_the_digests_of_equal_samples_are_equal() -> None:
+    def samples() -> list[Any]:
+        return [
+            torch.tensor([1.0, math.nan]),
+            torch.eye(3).to_sparse(),
+            _Pair(torch.ones(2)),
+            numpy.array(["a", None], dtype=object),
+            {"pairs": [_Pair(numpy.ones(2)), _Pair(torch.ones(2, dtype=torch.bfloat16))]},
+        ]
+
+    assert [digest(sample) for sample in samples()] == [digest(sample) for sample in samples()]
+    assert len({digest(sample) for sample in samples()}) == len(samples())
+    assert digest(_Pair(torch.ones(2))) != digest(_Pair(torch.zeros(2)))
 
 
 def _stream(hugging_face: Any, kind: str) -> tuple[Any, int | None]:

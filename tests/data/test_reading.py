@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_many_samples_are_read_at_once_where_nothing_is_drawn_and_one_by_one_whe
     together = torch.stack(SeededDataset(drawing).__getitems__(KEYS))
     by_one = torch.stack([SeededDataset(drawing)[key] for key in KEYS])
     assert torch.equal(together, by_one)
+
+
+@pytest.mark.parametrize("sample", [torch.tensor([1.0, math.nan]), torch.eye(3).to_sparse()])
+def test_samples_that_hold_nan_or_are_sparse_are_read_without_seeds_where_they_do_not_draw(sample: Tensor) -> None:
+    class Same(Dataset[Any]):
+        def __getitem__(self, index: int) -> Tensor:
+            return sample.clone()
+
+    seeded = SeededDataset(Same())
+    assert len(seeded.__getitems__(KEYS[:4])) == 4
+    assert seeded._needs_seeds is False
 
 
 def test_a_script_reads_a_data_set_that_has_no_single_samples() -> None:

@@ -49,6 +49,11 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
     assert find_task(str(path)).__name__ == "User"
 
 
+def test_a_class_with_two_names_is_one(tmp_path: Path) -> None:
+    path = _file(tmp_path / "found_alias.py", _TASK.format("Net") + "\nDefault = Net\n")
+    assert find_task(str(path)).__name__ == "Net"
+
+
 def test_one_class_of_several_is_chosen_by_name(tmp_path: Path) -> None:
     path = _file(tmp_path / "found_two.py", _TASK.format("One") + _TASK.format("Two"))
     assert find_task(f"{path}:Two").__name__ == "Two"

@@ -81,13 +81,13 @@ def stage_on_nodes(
 
 def sentence(nodes: list[dict[str, Any]], path: Path) -> str:
     """What was copied, how fast on the slowest node, and where to on the first."""
-    slowest = max(nodes, key=lambda node: float(node["seconds"]))
+    copied = [node for node in nodes if node["copied_bytes"] > 0]
+    slowest = max(copied or nodes, key=lambda node: float(node["seconds"]))
     size, seconds = format_bytes(nodes[0]["num_bytes"]), slowest["seconds"]
     where = f"{path}" if len(nodes) == 1 else f"{path} and the like on {len(nodes)} nodes"
-    num_copies = sum(node["copied_bytes"] > 0 for node in nodes)
-    if not num_copies:
+    if not copied:
         return f"Data: {size} were staged already, checked in {seconds:.1f} s: {where}."
     rate = format_bytes(slowest["copied_bytes"] / seconds)
-    reused = "" if num_copies == len(nodes) else f", reused on {pluralize(len(nodes) - num_copies, 'node')}"
+    reused = "" if len(copied) == len(nodes) else f", reused on {pluralize(len(nodes) - len(copied), 'node')}"
     slow = "" if len(nodes) == 1 else " on the slowest"
     return f"Data: staged {size} in {seconds:.1f} s ({rate}/s{slow}) to {where}{reused}."

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from stormo.cli import main
+from stormo.data.staging import nodes
 from stormo.data.staging.node_cache import stage
 from stormo.telemetry.text import format_bytes
 from tests import forked, programs
@@ -168,5 +169,14 @@ def test_a_copy_that_fails_on_a_node_is_raised_on_all_its_workers(place: Path) -
     done = train(place, "loop.py")
     assert done.returncode != 0
     assert "missing cannot be read there (No such file or directory); fix that" in done.stderr
-    assert "PeerFailedError rank 0 failed while this one waited: SettingError" in done.stdout
+    assert "StormoError" in done.stdout  # what the other worker gets: the same sentence
+    assert done.stdout.count("missing cannot be read there") == 2
     assert list((place / "local").iterdir()) == []
+
+
+def test_the_rate_is_that_of_a_node_that_has_copied() -> None:
+    copied = {"num_bytes": 2_000_000, "copied_bytes": 2_000_000, "seconds": 1.0}
+    reused = {"num_bytes": 2_000_000, "copied_bytes": 0, "seconds": 4.0}
+    text, size = nodes.sentence([copied, reused], Path("/tmp/x")), format_bytes(2_000_000)
+    assert text.startswith(f"Data: staged {size} in 1.0 s ({size}/s on the slowest)")
+    assert text.endswith("reused on 1 node.")
