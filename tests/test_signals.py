@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from stormo.system.signals import STOP_SIGNALS, SignalQueue, stop_flag
+from stormo.system.signals import BY_SCRIPT, STOP_SIGNALS, SignalQueue, StopFlag, stop_flag
 from tests import programs
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -18,19 +28,6 @@ def test_a_stop_signal_sets_the_flag_and_nothing_else_happens(number: signal.Sig
         assert flag.signal_number == 0
         os.kill(os.getpid(), number)
         assert flag.signal_number == number
-
-
-def test_the_handlers_are_as_before_afterwards_whatever_happens() -> None:
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
-
-    def body() -> None:
-        with stop_flag():
-            assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
-            raise RuntimeError("body")
-
-    with pytest.raises(RuntimeError, match="body"):
-        body()
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 _WARNED = """
@@ -90,12 +87,30 @@ def test_a_queue_keeps_stop_signals_in_order_and_takes_a_closed_terminal_for_sig
         signal.signal(signal.SIGHUP, before)
 
 
-def test_after_the_last_flag_a_late_signal_changes_nothing() -> None:
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        with stop_flag(is_last=True):
-            pass
-        assert all(signal.getsignal(number) is signal.SIG_IGN for number in STOP_SIGNALS)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def test_a_late_signal_changes_nothing() -> None:
+    with stop_flag():
+        pass
+    assert all(signal.getsignal(number) is signal.SIG_IGN for number in STOP_SIGNALS)
+
+
+def test_a_script_may_ask_for_a_stop_which_a_signal_overrides() -> None:
+    flag = StopFlag()
+    flag.listen()
+    flag.request()
+    assert flag.signal_number == BY_SCRIPT
+    signal.raise_signal(signal.SIGINT)  # the first one, which gives nothing up
+    flag.request()
+    assert flag.signal_number == signal.SIGINT
+
+
+def test_a_flag_listens_once_and_leaves_later_handlers_alone() -> None:
+    flag = StopFlag()
+    flag.listen()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    flag.listen()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    other = StopFlag()
+    thread = threading.Thread(target=other.listen)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGUSR1) == flag.handle

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from stormo.config.link import Link
 from stormo.config.mesh import Mesh
 from stormo.distributed.parallel_dims import DATA, ParallelDims, SubGroup
 from stormo.distributed.status_table import StatusTable, float_to_int
-from stormo.distributed.store import PeerFailedError, PeerMissingError, Store, within
+from stormo.distributed.store import PeerFailedError, PeerMissingError, Store, is_secondary, within
 from stormo.errors import SettingError, StormoError
 from stormo.launch.address import interface_towards
 from stormo.launch.rank_info import RankInfo
@@ -140,21 +140,9 @@ class World:
         if self._signed is None or self.rank_info.local_size == 1:
             yield True
             return
-        key = f"fetch/{self._num_waits}/{self.rank_info.node_id}"
-        if self.rank_info.local_rank == 0:
-            try:
-                yield True
-            except BaseException as error:
-                self._signed.put(key, f"{type(error).__name__}: {error}")
-                raise
-            self._signed.put(key, "")
-            return
-        failure = self._signed.get(key, _LONG_TIMEOUT)
-        if failure:
-            raise PeerFailedError(
-                f"rank {self.rank - self.rank_info.local_rank} failed while this one waited: {failure}"
-            )
-        yield False
+        is_mine = self.rank_info.local_rank == 0
+        with self._one_works(f"fetch/{self._num_waits}/{self.rank_info.node_id}", is_mine):
+            yield is_mine
 
     def on_each_node(self, work: Callable[[], Any]) -> Any:
         """Run on one process of each node; return its JSON-able result on that node, once every node is done."""
@@ -176,29 +164,30 @@ class World:
         if self.size == 1:
             return work()
         self._num_waits += 1
-        key = f"main/{self._num_waits}"
+        with self._one_works(f"main/{self._num_waits}", self.is_main):
+            return work() if self.is_main else None
+
+    @contextmanager
+    def _one_works(self, key: str, is_mine: bool) -> Iterator[None]:
+        """Run the body in one worker; the others then run theirs, or raise its error."""
         assert self._signed is not None
-        if self.is_main:
-            try:
-                result = work()
-            except BaseException as error:
-                if isinstance(error, StormoError):
-                    self._signed.put(key, [str(error), error.exit_code])
-                else:
-                    self._signed.put(key, [f"{type(error).__name__}: {error}", None])
-                raise
-            self._signed.put(key, None)
-            return result
-        # Through the store, which waits longer than a collective.
-        failure = self._signed.get(key, _LONG_TIMEOUT)
-        if failure is not None:
-            text, exit_code = failure
-            if exit_code is None:
-                raise PeerFailedError(f"rank 0 failed while this one waited: {text}")
-            their_error = StormoError(text)
-            their_error.exit_code = exit_code
-            raise their_error
-        return None
+        if not is_mine:
+            # Through the store, which waits longer than a collective.
+            failure = self._signed.get(key, _LONG_TIMEOUT)
+            if failure is not None:
+                _raise_of_peer(*failure)
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            # What only says that another worker is gone stays a consequence on the peers.
+            if isinstance(error, StormoError) and not is_secondary(error):
+                self._signed.put(key, [self.rank, str(error), error.exit_code])
+            else:
+                self._signed.put(key, [self.rank, f"{type(error).__name__}: {error}", None])
+            raise
+        self._signed.put(key, None)
 
     def from_rank_0(self, work: Callable[[], Any]) -> Any:
         """Run on rank 0; return its JSON-able result on all workers, which wait as long as it takes."""
@@ -397,6 +386,15 @@ class World:
             # Gloo's threads need the GIL to release their last tensors, and abort if the interpreter ends before that.
             # torch has no call that waits for them.
             time.sleep(_RELEASE_S)
+
+
+def _raise_of_peer(rank: int, text: str, exit_code: int | None) -> NoReturn:
+    """Raise what another worker raised."""
+    if exit_code is None:
+        raise PeerFailedError(f"rank {rank} failed while this one waited: {text}")
+    error = StormoError(text)
+    error.exit_code = exit_code
+    raise error
 
 
 def _keep_groups() -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import random
 import socket
-import struct
-from pathlib import Path
 
 from stormo.errors import SettingError
 from stormo.launch.rank_info import host_name
 
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
 _SOMEWHERE_ELSE = "192.0.2.1"  # reserved for documentation
 
 
@@ -128,7 +124,7 @@ def _address_towards_others(master_addr: str, peer: str) -> str | None:
             own = address_towards(number)
             if own is not None and not is_loopback(own):
                 return own
-    found = [number for _, name in socket.if_nameindex() for number in _addresses_of(name) if ":" not in number]
+    found = [number for numbers in _own_addresses().values() for number in numbers if ":" not in number]
     networks = [number for number in found if not is_loopback(number)]
     if len(networks) > 1:
         raise SettingError(
@@ -152,18 +148,17 @@ def address_towards(number: str) -> str | None:
 def interface_towards(master_addr: str, peer: str = "") -> str | None:
     """The network interface by which this machine reaches the others; None if unknown."""
     own = address_towards(listening_address(master_addr, all_on_this_host=False, peer=peer))
-    return next((interface for _, interface in socket.if_nameindex() if own in _addresses_of(interface)), None)
+    return next((interface for interface, found in _own_addresses().items() if own in found), None)
 
 
-def _addresses_of(interface: str) -> list[str]:
-    """The first IPv4 address of an interface and all its IPv6 ones, as the kernel lists them."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        found.append(socket.inet_ntoa(answer[20:24]))  # behind the name (16) and the family and port (4)
+def _own_addresses() -> dict[str, list[str]]:
+    """The addresses of each network interface, also its secondary ones; those of IPv4 come first."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
     with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            fields = line.split()
-            if fields[-1] == interface:
-                found.append(str(ipaddress.IPv6Address(bytes.fromhex(fields[0]))))
-    return found
+        return {
+            interface: [one.address.partition("%")[0] for one in found if one.family in families]
+            for interface, found in psutil.net_if_addrs().items()
+        }
+    return {}

@@ -15,6 +15,7 @@ from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError
 from stormo.launch.address import family_of, resolve, shown
 from stormo.launch.auth import Handshake, has_code, new_nonce, nonce_in, remedy
 from stormo.launch.control import (
+    MAX_REFUSAL_CHARACTERS,
     PROTOCOL,
     ChannelTimeouts,
     Control,
@@ -176,7 +177,7 @@ class Client(Control):
                 self._events.append(Go(payload=payload if isinstance(payload, dict) else {}))
             elif kind == "refuse":
                 code = EXIT_USAGE if exit_code_of(message) == EXIT_USAGE else EXIT_FAILURE
-                raise RefusedError(printable(str(message.get("sentence")), 4000), code)
+                raise RefusedError(printable(str(message.get("sentence")), MAX_REFUSAL_CHARACTERS), code)
             elif kind == "failure":
                 failure = Failure.from_message(message)
                 if failure is not None:
@@ -233,16 +234,8 @@ class Client(Control):
 
     def _check_joining(self, now: float) -> None:
         has_joined = self._server is not None and self._server.is_authenticated
-        if now > self._deadline:
-            if has_joined:
-                # The server itself times out with a better message; this is for one that does not.
-                if now > self._deadline + self._timeouts.lost_after_s:
-                    raise JoinError(
-                        f"{self._noun} {self._hello.member} waited {self._timeouts.join_s:g} s at {self._where} "
-                        f"for the others, but {self._noun} 0 neither began nor gave up; end the job on every "
-                        f"{self._noun} and start it again"
-                    )
-                return
+        # A server that has admitted this member times out itself, and one that is stuck sends no heartbeat.
+        if now > self._deadline and not has_joined:
             raise JoinError(
                 f"{self._noun} {self._hello.member} (host {self._hello.host}) tried to reach {self._noun} 0 at "
                 f"{self._where} for {self._timeouts.join_s:g} s, but without success ({self._last_error}); "

@@ -8,6 +8,7 @@ training data passes here. Nothing is read before both sides have shown that the
 
 from __future__ import annotations
 
+import hashlib
 import os
 import selectors
 import signal
@@ -23,8 +24,10 @@ from stormo.launch.json_socket import JsonSocket
 from stormo.system.process import fatal_signal, pid_namespace, process_state
 
 PROTOCOL = 2
+MAX_REFUSAL_CHARACTERS = 4000
 AWAY_S = 5.0  # between two looks at the heartbeats: this process was stopped
 _MAX_OPTIONS_SHOWN = 5
+_MAX_OPTION_CHARACTERS = 200
 
 
 class JoinError(StormoError):
@@ -57,7 +60,11 @@ class Hello:
     def to_message(self) -> dict[str, Any]:
         """As JSON-ready values."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"type": "hello", "protocol": PROTOCOL, **values, "options": dict(self.options)}
+        return {"type": "hello", "protocol": PROTOCOL, **values, "options": self.short_options()}
+
+    def short_options(self) -> dict[str, str]:
+        """The options as they are sent and compared by name: one may hold a whole command line."""
+        return {name: _short(value) for name, value in self.options.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +274,8 @@ def other_release(who: str, own: Hello, message: Mapping[str, Any], noun: str) -
 def _difference(own: Hello, message: Mapping[str, Any], noun: str) -> SettingError:
     member, host, theirs = message["member"], host_of(message), message.get("options")
     theirs = theirs if isinstance(theirs, dict) else {}
-    names = [name for name in sorted({*own.options, *theirs}) if own.options.get(name) != theirs.get(name)]
+    ours = own.short_options()
+    names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     if not names:
         return SettingError(
             f"{noun.capitalize()} {member} (host {host}) was started with the same options as {noun} {own.member}",
@@ -275,7 +283,7 @@ def _difference(own: Hello, message: Mapping[str, Any], noun: str) -> SettingErr
             f"use the same release of stormo and the same files on every {noun}",
         )
     differences = "; ".join(
-        f"{printable(name, 100)} is {_value(own.options.get(name))} on {noun} {own.member} (host {own.host}) "
+        f"{printable(name, 100)} is {_value(ours.get(name))} on {noun} {own.member} (host {own.host}) "
         f"and {_value(theirs.get(name))} on {noun} {member} (host {host})"
         for name in names[:_MAX_OPTIONS_SHOWN]
     )
@@ -296,5 +304,12 @@ def exit_code_of(message: Mapping[str, Any]) -> int:
     return code if isinstance(code, int) else EXIT_FAILURE
 
 
+def _short(text: str) -> str:
+    """A bounded text; where that is not the whole, a digest still tells two apart."""
+    short = printable(text, _MAX_OPTION_CHARACTERS)
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return short if short == text else f"{short} (digest {digest[:8]})"
+
+
 def _value(value: Any) -> str:
-    return "not set" if value is None else printable(str(value), 200) or "empty"
+    return "not set" if value is None else printable(str(value), 2 * _MAX_OPTION_CHARACTERS) or "empty"

@@ -28,11 +28,6 @@ _MAX_CHARACTERS = {
     "what": _MAX_SENTENCE_CHARACTERS,
     "details": MAX_DETAILS_CHARACTERS,
 }
-_TYPES: dict[str, type] = {
-    **dict.fromkeys(_MAX_CHARACTERS, str),
-    **dict.fromkeys(("exit_code", "rank"), int),
-    **dict.fromkeys(("secondary", "printed"), bool),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +66,16 @@ class Failure:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Failure | None:
         """From an untrusted message: None unless every value has its type."""
-        values: dict[str, Any] = {name: message.get(name) for name in _TYPES}
-        if not all(isinstance(values[name], kind) for name, kind in _TYPES.items()):
-            return None
+        values: dict[str, Any] = {name: message.get(name) for name in cls.__dataclass_fields__}
         codes = range(1, 256) if values["kind"] == "exit" else _EXIT_CODES
-        if values["kind"] not in _KINDS or values["exit_code"] not in codes:
+        if not files.fits(values, cls) or values["kind"] not in _KINDS or values["exit_code"] not in codes:
             return None
-        texts = {name: printable(str(values[name]), limit) for name, limit in _MAX_CHARACTERS.items()}
-        return cls(**{**values, **texts}, loss=_loss_of(message.get("loss")))
+        texts = {name: printable(values[name], limit) for name, limit in _MAX_CHARACTERS.items()}
+        loss = None if values["loss"] is None else PeerLoss(**values["loss"])
+        if loss is not None:
+            at, remark = (printable(text, _MAX_SENTENCE_CHARACTERS) for text in (loss.at, loss.remark))
+            loss = replace(loss, at=at, remark=remark)
+        return cls(**{**values, **texts, "loss": loss})
 
     def with_last_lines(self, lines: str) -> Failure:
         """With what the rank wrote last."""
@@ -180,18 +177,6 @@ def stopped_early(number: int) -> str:
 def stop_exit_code(number: int) -> int:
     """The exit code of a process that a stop signal ended."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
-
-
-def _loss_of(message: Any) -> PeerLoss | None:
-    """From an untrusted message: None unless every value has its type."""
-    if not isinstance(message, Mapping):
-        return None
-    waited_s, at, remark = (message.get(name) for name in ("waited_s", "at", "remark"))
-    if isinstance(waited_s, bool) or not isinstance(waited_s, int | float | None):
-        return None
-    if not isinstance(at, str) or not isinstance(remark, str):
-        return None
-    return PeerLoss(waited_s, printable(at, _MAX_SENTENCE_CHARACTERS), printable(remark, _MAX_SENTENCE_CHARACTERS))
 
 
 def combined_exit_code(codes: Iterable[int]) -> int:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from stormo.errors import EXIT_FAILURE, StormoError
@@ -38,7 +39,8 @@ from stormo.launch.root_cause import FailureCollector, MissingRank, SettleTimes,
 from stormo.launch.server import Server
 from stormo.system.process import die_with_parent, process_state
 
-_INSTALLED = (str(Path(__file__).parents[1]) + os.sep, str(Path(contextlib.__file__).parent), "<")
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = (PACKAGE, str(Path(contextlib.__file__).parent), "<")
 _ALIVE_EVERY_S = 1.0
 _SEND_TIMEOUT_S = 2.0
 _LONGEST_ADDRESS, _HIGHEST_PORT = 100, 65535
@@ -113,7 +115,8 @@ class AgentReporter(FailureReporter):
             self._thread.join(_SEND_TIMEOUT_S)
 
     def _send_alive(self) -> None:
-        message: dict[str, object] = {"event": "alive", "line": _line_of_script()}
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        message: dict[str, object] = {"event": "alive", "line": line_of(frame, is_installed)}
         self._send(message if self._step is None else {**message, "step": self._step})
 
     def _send(self, message: dict[str, object]) -> None:
@@ -381,15 +384,19 @@ def open_failure_reporter(
     return PeerReporter(info, address_book=address_book, timeout_s=timeout_s, digest=digest, options=options)
 
 
-def _line_of_script() -> str:
-    """Where the main thread is, as `train.py line 40`, in a file that is not installed; else empty."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def line_of(frame: FrameType | None, is_left_out: Callable[[str], bool]) -> str:
+    """The innermost line, as `train.py line 40`, in a file that is not left out; empty where there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_INSTALLED) and not any(part in file for part in ("site-packages", "dist-packages")):
+        if not is_left_out(file):
             return f"{Path(file).name} line {frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is stormo's, Python's, or of an installed package."""
+    return file.startswith(_INSTALLED) or "site-packages" in file or "dist-packages" in file
 
 
 def _end_group() -> None:

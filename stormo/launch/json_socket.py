@@ -51,7 +51,8 @@ class JsonSocket:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message; the rest of what the socket does not take goes with the next `flush`."""
-        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        # An escaped character would take up to twelve bytes; in UTF-8 it takes four. A lone surrogate becomes "?".
+        line = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode(errors="replace") + b"\n"
         assert len(line) <= MAX_LINE_BYTES - Seal.SIZE, f"a message of {len(line)} bytes"
         if self.closed:
             return

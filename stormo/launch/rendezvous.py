@@ -22,7 +22,7 @@ from stormo.launch.address import LOOPBACK, cannot_listen, family_of, listen, li
 from stormo.launch.auth import job_secret
 from stormo.launch.client import Client
 from stormo.launch.control import ChannelTimeouts, Go, Hello
-from stormo.launch.environments.local import STORE_FD, Node
+from stormo.launch.environments.local import STORE_FD, STORE_PORT, Node
 from stormo.launch.failure import stop_exit_code
 from stormo.launch.rank_info import RankInfo
 from stormo.launch.server import Server
@@ -52,6 +52,11 @@ class Rendezvous:
     # in between.
     store: socket.socket | BinaryIO | None
     script_port: int  # for a script that calls torch.distributed itself
+
+    def variables(self) -> dict[str, str]:
+        """What every worker is told."""
+        of_store = {} if self.store_port is None else {STORE_PORT: str(self.store_port)}
+        return {"MASTER_ADDR": self.store_addr, "MASTER_PORT": str(self.script_port), **of_store}
 
     def script_has_group(self) -> bool:
         """Whether a script has opened its own process group at the reserved port."""

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stormo.errors import EXIT_FAILURE, EXIT_USAGE, StormoError
+from stormo.errors import StormoError
 from stormo.launch.address import is_loopback, shown
 from stormo.launch.auth import Handshake, has_code, new_nonce, nonce_in, remedy
 from stormo.launch.control import (
+    MAX_REFUSAL_CHARACTERS,
     PROTOCOL,
     ChannelTimeouts,
     Control,
@@ -29,7 +30,7 @@ from stormo.launch.control import (
     exit_code_of,
     validate_member,
 )
-from stormo.launch.failure import Failure, combined_exit_code
+from stormo.launch.failure import Failure, combined_exit_code, printable
 from stormo.launch.json_socket import JsonSocket
 from stormo.launch.rank_info import host_name
 from stormo.system.process import allow_open_files
@@ -236,7 +237,7 @@ class Server(Control):
             own = self._hello
             peer.socket.send({"type": "welcome", "host": own.host, "pid": own.pid, "pid_namespace": own.pid_namespace})
             return
-        message = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
+        message = _refusal(refusal)
         peer.socket.send(message)
         if self.started:
             peer.settled = True  # it closes the connection, or is dropped after the hello timeout
@@ -276,7 +277,7 @@ class Server(Control):
 
     def _give_up(self, sentence: str) -> JoinError:
         error = JoinError(sentence)
-        self._relay({"type": "refuse", "sentence": str(error), "exit_code": EXIT_FAILURE})
+        self._relay(_refusal(error))
         self.drain(_SEND_TIMEOUT_S)
         return error
 
@@ -299,3 +300,9 @@ class Server(Control):
     def _drop(self, peer: Peer) -> None:
         self._unauthenticated.pop(peer, None)
         self._disconnect(peer)
+
+
+def _refusal(error: StormoError) -> dict[str, Any]:
+    """What ends a member that waits; the sentence may hold a whole command line."""
+    sentence = printable(str(error), MAX_REFUSAL_CHARACTERS)
+    return {"type": "refuse", "sentence": sentence, "exit_code": error.exit_code}

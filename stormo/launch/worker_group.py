@@ -110,11 +110,6 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def has_helpers(self) -> bool:
-        """Whether something the worker has started still runs; valid until the worker is reaped."""
-        stats = (process_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-        return any(fields[2:3] == [str(self.pid)] and fields[0] != "Z" for fields in stats)
-
     def reap(self, timeout_s: float) -> bool:
         """Wait for the end of a killed worker; False if the kernel cannot end it in time."""
         try:
@@ -244,8 +239,15 @@ class WorkerGroup:
             worker.close()
 
     def _wait_for_helpers(self, deadline: float) -> None:
-        while time.monotonic() < deadline and any(worker.has_helpers() for worker in self._workers):
+        while time.monotonic() < deadline and self._has_helpers():
             time.sleep(0.02)
+
+    def _has_helpers(self) -> bool:
+        """Whether something that a worker has started still runs; valid until the workers are reaped."""
+        groups = {str(worker.pid) for worker in self._workers}
+        # One look at /proc for all workers: a node may run thousands of processes.
+        stats = (process_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+        return any(fields and fields[2] in groups and fields[0] != "Z" for fields in stats)
 
     def _streams(self) -> list[Stream]:
         return [stream for worker in self._workers for stream in worker.streams]
@@ -256,22 +258,13 @@ def _start_worker(
 ) -> Worker:
     """Start one worker; rank 0, or every rank of a single node, inherits the store."""
     rank = node.rank(local_rank)
-    store = rendezvous.store if rank == 0 or node.num_nodes == 1 else None
-    store_fd = None if store is None else store.fileno()
     own, theirs = socket.socketpair()
+    descriptors = {local.CHANNEL_FD: theirs.fileno()}
+    if rendezvous.store is not None and (rank == 0 or node.num_nodes == 1):
+        descriptors[local.STORE_FD] = rendezvous.store.fileno()
     with theirs:
-        variables = local.environment(
-            node,
-            local_rank,
-            environ=environ,
-            store_addr=rendezvous.store_addr,
-            store_port=rendezvous.store_port,
-            script_port=rendezvous.script_port,
-            channel_fd=theirs.fileno(),
-            store_fd=store_fd,
-            num_cores=num_cores(),
-        )
-        pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
+        given = rendezvous.variables() | {name: str(number) for name, number in descriptors.items()}
+        variables = local.environment(node, local_rank, environ=environ, given=given, num_cores=num_cores())
         try:
             process = subprocess.Popen(
                 command,
@@ -280,7 +273,7 @@ def _start_worker(
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=variables,
-                pass_fds=pass_fds,
+                pass_fds=list(descriptors.values()),
                 # Ctrl-C reaches the agent only, the whole group can be killed at once, and a busy machine shares its
                 # time among sessions.
                 start_new_session=True,

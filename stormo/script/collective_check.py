@@ -12,8 +12,6 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -22,18 +20,18 @@ from stormo.distributed.status_table import float_to_int, int_to_float
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
+from stormo.launch.failure_reporter import PACKAGE, is_installed, line_of
 from stormo.launch.root_cause import waiting_text
 from stormo.launch.torch_errors import PeerLoss, peer_loss
+from stormo.system.signals import StopFlag
 
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 _ERROR = -1  # no crc32 is negative
 
 
 class CollectiveCheck:
     """Posts of one worker, compared with those of all others; a single worker only keeps the stop signal."""
 
-    def __init__(self, world: World, own_stop: Callable[[], int]) -> None:
+    def __init__(self, world: World, own_stop: StopFlag) -> None:
         self._world = world
         self._own_stop = own_stop  # travels with every post
         self._table = world.status_table() if world.size > 1 else None
@@ -64,12 +62,12 @@ class CollectiveCheck:
         self._posted, self._number = f"{what} in {where}" if where else what, number
         self.num_posts += 1
         if self._table is None:
-            self.agreed_stop = max(self.agreed_stop, self._own_stop())
+            self.agreed_stop = max(self.agreed_stop, self._own_stop.signal_number)
         else:
             self._send(zlib.crc32(what.encode()))
 
     def _send(self, kind: int) -> None:
-        table, line = self._table, (kind, self._number, self._own_stop())
+        table, line = self._table, (kind, self._number, self._own_stop.signal_number)
         assert table is not None
         self._is_waiting = True
         self._guard(lambda: table.post(line))
@@ -165,18 +163,9 @@ class CollectiveCheck:
 
 def call_site() -> str:
     """The line of the script that called into stormo, as `train.py line 40`."""
-    found: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGE):
-            found = found or frame
-            if not _is_installed(file):  # a progress bar, or another package, may lie between the script and stormo
-                found = frame
-                break
-        frame = frame.f_back
-    assert found is not None
-    return f"{Path(found.f_code.co_filename).name} line {found.f_lineno}"
+    frame = sys._getframe(1)
+    # A progress bar, or another package, may lie between the script and stormo, or be the script.
+    return line_of(frame, is_installed) or line_of(frame, lambda file: file.startswith(PACKAGE))
 
 
 def batch_norm_site() -> str:
@@ -184,10 +173,6 @@ def batch_norm_site() -> str:
     # On a GPU backward runs in another thread, which has no line of the script.
     line = f" in {call_site()}" if threading.current_thread() is threading.main_thread() else ""
     return f"{line} (after model.eval() it waits for nobody)"
-
-
-def _is_installed(file: str) -> bool:
-    return file.startswith((_STANDARD_LIBRARY, "<")) or "site-packages" in file or "dist-packages" in file
 
 
 def _brief(text: str) -> str:

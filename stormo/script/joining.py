@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -30,10 +29,9 @@ from stormo.launch.failure_reporter import flush_streams
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
 from stormo.launch.slices import take_slice
 from stormo.system.hardware import visible_gpus
-from stormo.system.signals import STOP_SIGNALS, StopFlag
+from stormo.system.signals import BY_SCRIPT
 from stormo.telemetry.text import tell
 
-_STOPPED_BY_SCRIPT = 1  # below every signal's number
 _releases: list[Callable[[], None]] = []  # called before an error ends the process at once
 
 
@@ -151,32 +149,8 @@ def at_exit(close: Callable[[], None]) -> None:
     atexit.register(lambda: close() if os.getpid() == pid else None)
 
 
-class StopRequest:
-    """What one worker knows of a stop: from a signal, or from its script. It travels with every post."""
-
-    def __init__(self, *, announces: bool) -> None:
-        self._flag = StopFlag(announces=announces)
-        self._by_script = 0
-        self._listens = False
-
-    def current(self) -> int:
-        """The signal that this worker got, 1 if the script has asked, else 0."""
-        return self._flag.signal_number or self._by_script
-
-    def request(self) -> None:
-        """Stop without a signal."""
-        self._by_script = _STOPPED_BY_SCRIPT
-
-    def listen(self) -> None:
-        """From now on a signal is noted, and no longer ends the script."""
-        if not self._listens and threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                signal.signal(number, self._flag.handle)
-            self._listens = True
-
-
 def exit_code_of(agreed_stop: int) -> int:
     """What a script ends with after the stop that its workers have agreed on."""
-    if agreed_stop <= _STOPPED_BY_SCRIPT:
+    if agreed_stop <= BY_SCRIPT:
         return 0
     return EXIT_INTERRUPTED if agreed_stop == signal.SIGINT else EXIT_RESUMABLE

@@ -43,6 +43,7 @@ from stormo.script.logs import ScriptLog
 from stormo.script.loop import Loop
 from stormo.script.sharding import whole_tensor
 from stormo.script.wrapping import warn_of_unwrapped_optimizers, wrap
+from stormo.system.signals import StopFlag
 
 Compress = Literal["none", "bf16", "fp16"]
 
@@ -114,14 +115,14 @@ class World:
     ) -> None:
         self._workers = workers
         self._reporter = reporter
-        self._stop = joining.StopRequest(announces=workers.rank_info.launcher == "alone")
+        self._stop = StopFlag(announces=workers.rank_info.launcher == "alone")
         self._seen_posts = 0
         self._staged: list[Lease] = []
         self._meter = ScriptMeter(workers) if energy else None
         self._starts = StartRecorder(NoNodeRecorder(), 0) if self._meter is None else self._meter.starts
         self._has_own_seed = False
         self._log = ScriptLog(None if run_folder is None else Path(run_folder), sinks, workers)
-        check = CollectiveCheck(workers, self._stop.current)
+        check = CollectiveCheck(workers, self._stop)
         self._loop = Loop(world=workers, check=check, begin=self._draw_own_numbers)
         self._backward = Backward(self._loop)
         self._profile: Any = None

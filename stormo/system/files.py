@@ -16,7 +16,7 @@ import secrets
 import stat
 import types
 import typing
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -205,6 +205,60 @@ def whole_lines_bytes(file: FileIO) -> int:
         if newline >= 0:
             return start + newline + 1
     return 0
+
+
+class LineFile:
+    """A file of JSON lines with one writer, opened with the first lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: FileIO | None = None
+        self._size_bytes: int | None = None  # of the lines that were written whole
+
+    def append(self, lines: Sequence[Mapping[str, Any]], *, sync: bool = False) -> None:
+        """Write the lines, with `sync` to the disk; after an `OSError` none is written, and they may come again."""
+        # Whatever a sensor gives is written, as text if need be.
+        data = b"".join(json.dumps(line, allow_nan=False, default=str).encode() + b"\n" for line in lines)
+        try:
+            if self._file is None:
+                self._file = self._open()
+            write_all(self._file, data)
+            if sync:
+                os.fsync(self._file.fileno())
+        except OSError:
+            self.close()
+            raise
+        self._size_bytes = (self._size_bytes or 0) + len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> FileIO:
+        opened = open_to_append(self.path)
+        try:
+            if self._size_bytes is None:
+                self._size_bytes = whole_lines_bytes(opened)
+            opened.truncate(self._size_bytes)
+        except OSError:
+            opened.close()
+            raise
+        return opened
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder_fd)
+    except OSError as error:
+        # Some network and user-space file systems need no such call, and refuse it.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(folder_fd)
 
 
 def open_own(path: Path, flags: int) -> FileIO:

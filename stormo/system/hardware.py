@@ -54,7 +54,9 @@ class Gpu:
 
 # Dense peaks in TFLOP/s from the vendors' data sheets, without sparsity: (16-bit matrix units, TF32, FP32).
 PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
+    "H200 NVL": (835.0, 417.0, 60.0),
     "H200": (989.0, 494.0, 67.0),
+    "H100 NVL": (835.0, 417.0, 60.0),
     "H100 PCIe": (756.0, 378.0, 51.0),
     "H100": (989.0, 494.0, 67.0),
     "GH200": (989.0, 494.0, 67.0),
@@ -63,6 +65,7 @@ PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
     "A30": (165.0, 82.0, 10.3),
     "L40S": (362.0, 183.0, 91.6),
     "L4": (121.0, 60.0, 30.3),
+    "V100 PCIE": (112.0, None, 14.0),
     "V100": (125.0, None, 15.7),
     "T4": (65.0, None, 8.1),
 }

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +18,7 @@ from typing import Any
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+BY_SCRIPT = 1  # a stop without a signal; below every number in STOP_SIGNALS
 _QUEUED = (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGHUP)
 _deferred: list[int] = []
 _had_listener: list[bool] = []
@@ -77,7 +79,7 @@ def _exit_resumable(number: signal.Signals) -> None:
     os._exit(EXIT_RESUMABLE)  # an exception would be taken for one of the file that is being imported
 
 
-# --- in the training --------------------------------------------------------------------------------------------------
+# --- in the training, or in a script ----------------------------------------------------------------------------------
 
 
 def stopping_text(*, is_training: bool | None) -> str:
@@ -90,16 +92,28 @@ def stopping_text(*, is_training: bool | None) -> str:
 
 
 class StopFlag:
-    """The last stop signal that came, or 0."""
+    """The last stop signal that came; BY_SCRIPT if only the script has asked for a stop, else 0."""
 
     def __init__(self, *, announces: bool = False, is_training: bool | None = None) -> None:
         self.signal_number = 0
         self.is_training = is_training  # whether steps have begun; None in a script
         self._announces = announces  # an agent does it for its workers
+        self._listens = False
+
+    def listen(self) -> None:
+        """From now on a signal is noted, and no longer ends the process; Python lets only the main thread do this."""
+        if not self._listens and threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, self.handle)
+            self._listens = True
+
+    def request(self) -> None:
+        """Stop without a signal."""
+        self.signal_number = self.signal_number or BY_SCRIPT
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember the signal; a second Ctrl-C, or one after another signal, raises KeyboardInterrupt."""
-        if number == signal.SIGINT and self.signal_number:
+        if number == signal.SIGINT and self.signal_number > BY_SCRIPT:
             raise KeyboardInterrupt
         if number == signal.SIGINT and self._announces:
             os.write(2, f"\nstormo: {stopping_text(is_training=self.is_training)}\n".encode())
@@ -107,19 +121,16 @@ class StopFlag:
 
 
 @contextmanager
-def stop_flag(*, announces: bool = False, is_last: bool = False) -> Iterator[StopFlag]:
-    """Turn stop signals into a flag while the body runs.
-
-    `is_last`: the process ends afterwards, and a late signal must not turn that into a failure.
-    """
+def stop_flag(*, announces: bool = False) -> Iterator[StopFlag]:
+    """Turn stop signals into a flag while the body runs; then the process ends, which a late signal does not change."""
     flag = StopFlag(announces=announces, is_training=False)
-    before = {number: signal.signal(number, flag.handle) for number in STOP_SIGNALS}
+    flag.listen()
     deliver_sigusr1()
     try:
         yield flag
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if is_last else handler)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 # --- in an agent ------------------------------------------------------------------------------------------------------

@@ -161,20 +161,59 @@ def test_one_worker_of_a_node_fetches_while_the_others_wait(run_ranks: Ranks, si
     assert others == [["waited", "waited"]] * (size - 1)
 
 
-def _failing_fetch(world: World) -> tuple[str, str, bool]:
+def _caught(world: World, failing: int, failure: Exception) -> tuple[str, str, int | None, bool]:
+    """What a worker gets of a failure in the block of one."""
     try:
-        with world.once_per_node() as is_fetcher:
-            assert is_fetcher, "no other worker may enter"
-            raise OSError("the disk is full")
+        with world.once_per_node():
+            if world.rank == failing:
+                raise failure
     except Exception as error:
-        return type(error).__name__, str(error), is_secondary(error)
+        return type(error).__name__, str(error), getattr(error, "exit_code", None), is_secondary(error)
+    return "", "", None, False
+
+
+def _failing_fetch(world: World) -> tuple[str, str, int | None, bool]:
+    return _caught(world, 0, OSError("the disk is full"))
 
 
 def test_a_failed_fetch_is_raised_by_all(run_ranks: Ranks) -> None:
     first, *others = run_ranks(_failing_fetch, 3)
-    assert first == ("OSError", "the disk is full", False)
-    told = ("PeerFailedError", "rank 0 failed while this one waited: OSError: the disk is full", True)
+    assert first == ("OSError", "the disk is full", None, False)
+    told = ("PeerFailedError", "rank 0 failed while this one waited: OSError: the disk is full", 1, True)
     assert others == [told, told]
+
+
+def _failing_in_turns(world: World) -> tuple[str, str, int | None, bool]:
+    """The ranks are on two nodes in turns, as `srun --distribution=cyclic` places them; the second node fails."""
+    set_nodes(world, [0, 1, 0, 1])
+    return _caught(world, 1, OSError("the disk is full"))
+
+
+def test_the_worker_that_failed_is_named_wherever_it_is(run_ranks: Ranks) -> None:
+    nothing, told = ("", "", None, False), "rank 1 failed while this one waited: OSError: the disk is full"
+    own = ("OSError", "the disk is full", None, False)
+    assert run_ranks(_failing_in_turns, 4) == [nothing, own, nothing, ("PeerFailedError", told, 1, True)]
+
+
+def _setting_error_of_one(world: World) -> tuple[str, str, int | None, bool]:
+    return _caught(world, 0, SettingError("a", "b", "c"))
+
+
+def test_an_error_made_for_users_reaches_the_node_as_itself(run_ranks: Ranks) -> None:
+    first, *others = run_ranks(_setting_error_of_one, 3)
+    assert first == ("SettingError", "a, but b; c.", 2, False)
+    assert others == [("StormoError", "a, but b; c.", 2, False)] * 2
+
+
+def _loss_of_one(world: World) -> tuple[str, str, int | None, bool]:
+    return _caught(world, 0, PeerFailedError("another has gone."))
+
+
+def test_an_error_about_another_worker_is_no_cause_anywhere(run_ranks: Ranks) -> None:
+    first, *others = run_ranks(_loss_of_one, 3)
+    assert first == ("PeerFailedError", "another has gone.", 1, True)
+    told = "rank 0 failed while this one waited: PeerFailedError: another has gone."
+    assert others == [("PeerFailedError", told, 1, True)] * 2
 
 
 def _fetch_after_failure(world: World) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from stormo.errors import SettingError
 from stormo.launch import address
-from stormo.launch.address import listen, listening_address
+from stormo.launch.address import interface_towards, listen, listening_address
 
 
 def test_without_other_machines_it_is_loopback() -> None:
@@ -29,8 +31,7 @@ def test_a_host_name_that_leads_to_loopback_gives_the_address_others_can_reach(
     names = {"n1": ["127.0.1.1", "::ffff:127.0.1.1"], "n2": ["10.0.0.9"]}
     monkeypatch.setattr(address, "resolve", lambda name: names[name])
     monkeypatch.setattr(address, "address_towards", routes.get)
-    monkeypatch.setattr(address, "_addresses_of", lambda name: own[name])
-    monkeypatch.setattr(address.socket, "if_nameindex", lambda: list(enumerate(own)))
+    monkeypatch.setattr(address, "_own_addresses", lambda: own)
     assert listening_address("n1", all_on_this_host=False, peer="n2") == "10.0.0.5"  # by the route to a peer
     assert listening_address("n1", all_on_this_host=False) == "192.168.1.5"  # by the default route
     routes["192.0.2.1"] = None
@@ -40,6 +41,26 @@ def test_a_host_name_that_leads_to_loopback_gives_the_address_others_can_reach(
     assert listening_address("n1", all_on_this_host=False) == "10.0.0.5"  # the only network
     del own["ib0"]
     assert listening_address("n1", all_on_this_host=False) == "127.0.1.1"
+
+
+def test_the_interface_of_a_secondary_address_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def card(*entries: tuple[socket.AddressFamily, str]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(family=family, address=number) for family, number in entries]
+
+    cards = {
+        "lo": card((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"), (socket.AF_PACKET, "00:00:00:00:00:00")),
+        "eth0": card((socket.AF_INET, "10.0.0.5"), (socket.AF_INET, "10.0.1.5"), (socket.AF_INET6, "fe80::5%eth0")),
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
+    monkeypatch.setattr(address, "address_towards", lambda number: number)
+    for number, interface in (
+        ("10.0.0.5", "eth0"),
+        ("10.0.1.5", "eth0"),
+        ("fe80::5", "eth0"),
+        ("::1", "lo"),
+        ("10.0.2.5", None),
+    ):
+        assert interface_towards(number) == interface
 
 
 def test_a_reachable_address_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stormo.launch import Node, run_node
+from stormo.launch import Node, run_node, worker_group
+from stormo.system.process import process_stat
 from tests.launch import agent_program
 from tests.launch.conftest import worker_command
 
@@ -187,6 +189,14 @@ def test_a_killed_rank_with_helpers_leaves_nothing_behind(start_agent: StartAgen
 def test_helpers_of_ranks_that_ended_in_order_do_not_delay_the_end_for_long(start_agent: StartAgent) -> None:
     job = start_agent({"*": [["helper"], ["exit", 0]]})
     assert job.wait(20) == 0
+
+
+def test_one_look_at_all_processes_is_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Counter[int]()
+    monkeypatch.setattr(worker_group, "process_stat", lambda pid: [looks.update([pid]), *process_stat(pid)][1:])
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    assert run_node(worker_command({"*": [["exit", 0]]}), Node(num_workers=4), environ=environ) == 0
+    assert looks[os.getpid()] <= 2  # before the groups are killed, and after it
 
 
 @pytest.mark.parametrize("line", ["usage: my.py [-h]", "Traceback (most recent call last):", '  File "my.py", line 3'])

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,6 +191,15 @@ def test_a_member_that_vanishes_while_others_are_awaited_ends_the_joining(make: 
         poll_until(lambda seen: False, server)
 
 
+def test_an_admitted_member_waits_as_long_as_the_server_does_and_ends_with_it(make: Make) -> None:
+    impatient = replace(TIMEOUTS, join_s=1.0, lost_after_s=0.1, stalled_after_s=1.0)
+    server, first = make(0), make(1, timeouts=impatient)
+    until = time.monotonic() + 2.0
+    poll_until(lambda seen: time.monotonic() > until, server, first)
+    with pytest.raises(JoinError, match=r"node 0 on host h0 is lost: no heartbeat for 1 s.* before the job began"):
+        poll_until(lambda seen: False, first)
+
+
 def test_a_refusal_reaches_those_who_came_before(make: Make) -> None:
     server, first = make(0), make(1)
     poll_until(lambda seen: len(server._members) == 1, server, first)
@@ -228,6 +238,35 @@ def test_a_member_that_does_not_fit_is_told_why(change: dict[str, Any], sentence
     refusal = validate_member(own, {**fitting, **change}, taken, "node")
     assert refusal is not None
     assert sentence in str(refusal)
+
+
+def _command(word: str) -> dict[str, str]:
+    """The options of a script with a command line of hundreds of kilobytes; `word` is in its middle."""
+    return {"the script and its flags": f"train.py {'data/part.pt ' * 15_000}{word}{'data/part.pt ' * 15_000}"}
+
+
+def test_members_with_a_long_command_line_join(make: Make) -> None:
+    options = _command("\udcff\ud800\U0001f600\n")  # a file's name may have any bytes but one
+    all_started(*(make(member, num_members=2, digest="a", options=options) for member in (0, 1)))
+
+
+def test_a_difference_within_a_long_command_line_is_named(make: Make) -> None:
+    server = make(0, num_members=2, digest="a", options=_command("a"))
+    first = make(1, num_members=2, digest="b", options=_command("b"))
+    named = r"the script and its flags is train\.py data.*\(digest \w{8}\) on node 0 .* and train\.py data.*\(digest "
+    with pytest.raises(SettingError, match=f"(?s){named}"):
+        poll_until(lambda seen: False, server, first)
+    with pytest.raises(RefusedError, match=f"(?s){named}"):
+        poll_until(lambda seen: False, first)
+
+
+def test_a_long_command_to_start_the_missing_member_reaches_those_who_came(make: Make) -> None:
+    server, first = make(0, timeouts=replace(TIMEOUTS, join_s=0.5)), make(1)
+    server._how_to_start = lambda missing: f"start there: stormo run {_command('a')}"
+    with pytest.raises(JoinError, match="node 2 has not joined"):
+        poll_until(lambda seen: False, server, first)
+    with pytest.raises(RefusedError, match="node 2 has not joined"):
+        poll_until(lambda seen: False, first)
 
 
 def test_many_differences_are_cut_to_a_readable_number() -> None:

@@ -141,17 +141,8 @@ def test_pals_leaves_out_what_the_user_can_say() -> None:
 
 @pytest.mark.parametrize("outer", ["srun-task-2-of-4", "torchrun-rank-1-of-2", "mpich-in-salloc-rank-1-of-2"])
 def test_the_innermost_launcher_wins(outer: str) -> None:
-    worker = environment(
-        Node(num_workers=3),
-        2,
-        environ=recorded(outer),
-        store_addr="127.0.0.1",
-        store_port=12345,
-        script_port=23456,
-        channel_fd=5,
-        store_fd=None,
-        num_cores=4,
-    )
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    worker = environment(Node(num_workers=3), 2, environ=recorded(outer), given=given, num_cores=4)
     info = detected(worker)
     assert (info.launcher, info.rank, info.world_size) == ("local", 2, 3)
 

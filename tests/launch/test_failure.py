@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from stormo.launch.failure import (
     of_signal,
     printable,
 )
-from stormo.launch.json_socket import MAX_LINE_BYTES
+from stormo.launch.json_socket import JsonSocket
+from stormo.launch.torch_errors import PeerLoss
 
 
 def raised(error: BaseException) -> BaseException:
@@ -84,17 +86,27 @@ def test_a_failure_survives_the_way_over_a_socket() -> None:
     assert Failure.from_message(of_script.to_message()) == of_script
 
 
-def test_the_longest_failure_fits_into_a_line() -> None:
-    failure = of_exception(raised(ValueError("\u4e2d" * 10**6)), rank=1, host="n2", secondary=False)
-    assert len(json.dumps(failure.to_message()).encode()) < MAX_LINE_BYTES
+@pytest.mark.parametrize("character", ["x", "\\", "\u4e2d", "\U0001f600", "\udcff", "\x1b"])
+def test_the_longest_failure_fits_into_a_line(character: str) -> None:
+    failure = of_exception(raised(ValueError(character * 10**6)), rank=1, host="n2", secondary=False)
     assert "characters left out" in failure.details
     assert len(failure.details) < MAX_DETAILS_CHARACTERS + 100
+    ours, theirs = socket.socketpair()
+    sender, receiver = JsonSocket(ours), JsonSocket(theirs)
+    sender.send(failure.to_message())
+    while not (messages := receiver.receive()):
+        sender.flush()
+    assert messages == [failure.to_message()]
+    assert Failure.from_message(messages[0]) is not None
+    for link in (sender, receiver):
+        link.close()
 
 
 @pytest.mark.parametrize(
     "change",
     [
         *({"kind": "other"}, {"kind": None}, {"who": 3}, {"secondary": 1}),
+        *({"loss": 3}, {"loss": {"at": 1}}, {"loss": {"waited_s": True}}, {"loss": {"other": ""}}),
         *({"exit_code": 0}, {"exit_code": "1"}, {"exit_code": 256}, {"kind": "signal", "exit_code": 3}),
     ],
 )
@@ -109,6 +121,9 @@ def test_control_characters_from_another_machine_do_not_reach_the_terminal() -> 
     failure = Failure.from_message({**message, "host": "n\x1b[2J", "what": "a\x9bb", "details": "x\x1b]0;t\x07\n\ty"})
     assert failure is not None
     assert failure.text() == "stormo: rank 1 on host n?[2J a?b\nx?]0;t?\n\ty\n"
+    failure = Failure.from_message({**message, "loss": {"waited_s": 3, "at": "a\x1b[2Jb", "remark": "c\x9bd"}})
+    assert failure is not None
+    assert failure.loss == PeerLoss(3, "a?[2Jb", "c?d")
 
 
 @given(text=st.text(st.characters(codec=None)), limit=st.integers(10, 1000))

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from stormo.launch.environments.local import Node, environment
-from stormo.launch.failure_reporter import FailureReporter, open_failure_reporter
+from stormo.launch.environments.local import CHANNEL_FD, Node, environment
+from stormo.launch.failure_reporter import PACKAGE, FailureReporter, is_installed, line_of, open_failure_reporter
 from stormo.launch.json_socket import JsonSocket
 from stormo.launch.rank_info import alone
 from tests.launch import worker_program
@@ -35,11 +36,7 @@ def start_worker(start_program: Callable[..., Any]) -> Iterator[StartWorker]:
                 Node(num_workers=2),
                 1,
                 environ={},
-                store_addr="127.0.0.1",
-                store_port=12345,
-                script_port=23456,
-                channel_fd=theirs.fileno(),
-                store_fd=None,
+                given={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345", CHANNEL_FD: str(theirs.fileno())},
                 num_cores=2,
             )
             job = start_program(lambda: worker_program.main({"1": list(actions)}), (theirs.fileno(),), **variables)
@@ -93,6 +90,18 @@ def test_a_forked_helper_does_not_keep_the_channel_open(start_worker: StartWorke
     assert link.closed
     job.wait()
     os.kill(int(job.out.split()[1]), 9)
+
+
+def test_the_line_of_the_script_is_found_behind_packages() -> None:
+    functions: dict[str, Any] = {"here": lambda: sys._getframe(1)}
+    called = "here"
+    for file in (f"{PACKAGE}world.py", "/venv/site-packages/bars.py", "/home/me/train.py"):
+        exec(compile(f"\n\ndef f(): return {called}()\n{called}_ = f", file, "exec"), functions)
+        called += "_"
+    frame = functions[called]()
+    assert line_of(frame, is_installed) == "train.py line 3"
+    assert line_of(frame, lambda file: file.startswith(PACKAGE)) == "bars.py line 3"
+    assert line_of(frame, lambda file: True) == ""
 
 
 def test_a_single_process_reports_to_nobody() -> None:

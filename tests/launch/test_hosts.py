@@ -215,7 +215,7 @@ def test_a_dry_run_counts_the_hosts(capsys: pytest.CaptureFixture[str], tmp_path
         ("--launcher ssh --hosts localhost,n2", "the first of 2 hosts was named localhost,", "or set --master-addr."),
         ("--launcher ssh --hosts n1,n2 --node-id 1 --num-nodes 2", "--node-id 1 was set with", "leave it out."),
         ("--launcher ssh --hosts n1,n2 --max-restarts 2", "--max-restarts 2 was set without --run-name,", "--run-name"),
-        ("--launcher mpi --hosts n1,n2", "--launcher mpi was set, but stormo no longer has it;", "mpirun -n 8 stormo"),
+        ("--launcher mpi --hosts n1,n2", "--launcher 'mpi' was asked for, but", "choose one of: auto, ssh."),
     ],
 )
 def test_what_contradicts_a_launcher_is_refused(

@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from stormo.errors import SettingError
 from stormo.launch.environments import local
 from stormo.launch.environments.local import Node
+from stormo.launch.rendezvous import Rendezvous
+
+RENDEZVOUS = Rendezvous(control=None, store_addr="n1", store_port=12345, store=None, script_port=23456)
 
 
-def told(node: Node, local_rank: int, environ: dict[str, str] | None = None, **more: Any) -> dict[str, str]:
-    settings: dict[str, Any] = {
-        "store_addr": "n1",
-        "store_port": 12345,
-        "script_port": 23456,
-        "channel_fd": 5,
-        "store_fd": None,
-        "num_cores": 16,
-        **more,
-    }
-    return local.environment(node, local_rank, environ=environ or {}, **settings)
+def told(
+    node: Node, local_rank: int, environ: dict[str, str] | None = None, *, num_cores: int = 16, **descriptors: str
+) -> dict[str, str]:
+    given = {**RENDEZVOUS.variables(), local.CHANNEL_FD: "5", **descriptors}
+    return local.environment(node, local_rank, environ=environ or {}, given=given, num_cores=num_cores)
 
 
 def test_the_tracker_of_shared_memory_is_quiet_and_the_users_own_filters_stay() -> None:
@@ -79,8 +76,15 @@ def test_one_machine_keeps_to_loopback_unless_the_user_says_otherwise() -> None:
 
 def test_only_the_worker_that_gets_the_store_hears_of_it() -> None:
     node = Node(num_workers=2)
-    assert told(node, 0, store_fd=7)["STORMO_STORE_FD"] == "7"
+    assert told(node, 0, STORMO_STORE_FD="7")["STORMO_STORE_FD"] == "7"
     assert "STORMO_STORE_FD" not in told(node, 1, {"STORMO_STORE_FD": "7"})
+
+
+def test_on_one_node_the_workers_hear_of_no_port_of_the_store() -> None:
+    given = replace(RENDEZVOUS, store_port=None).variables()
+    assert given == {"MASTER_ADDR": "n1", "MASTER_PORT": "23456"}
+    environ = local.environment(Node(num_workers=1), 0, environ={"STORMO_STORE_PORT": "7"}, given=given, num_cores=1)
+    assert "STORMO_STORE_PORT" not in environ
 
 
 def test_nodes_that_do_not_know_where_the_first_is_are_refused_before_anything_starts() -> None:

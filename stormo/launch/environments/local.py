@@ -56,14 +56,10 @@ def environment(
     local_rank: int,
     *,
     environ: Mapping[str, str],
-    store_addr: str,
-    store_port: int | None,
-    script_port: int,
-    channel_fd: int,
-    store_fd: int | None,
+    given: Mapping[str, str],
     num_cores: int,
 ) -> dict[str, str]:
-    """The environment of one worker: the agent's own, and who the worker is."""
+    """The environment of one worker: the agent's own, who the worker is, and what it is given to meet the others."""
     variables = dict(environ)
     for name in (STORE_FD, STORE_PORT):
         variables.pop(name, None)
@@ -74,16 +70,10 @@ def environment(
         "LOCAL_WORLD_SIZE": str(node.num_workers),
         "GROUP_RANK": str(node.node_id),
         "NODE_RANK": str(node.node_id),
-        "MASTER_ADDR": store_addr,
-        "MASTER_PORT": str(script_port),
         "STORMO_LAUNCHER": "local",
         "STORMO_NUM_NODES": str(node.num_nodes),
-        CHANNEL_FD: str(channel_fd),
+        **given,
     }
-    if store_fd is not None:
-        variables[STORE_FD] = str(store_fd)
-    if store_port is not None:
-        variables[STORE_PORT] = str(store_port)
     if node.num_nodes == 1:
         # Nothing of a job on one machine should listen where other machines can reach it.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
