@@ -88,8 +88,6 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] in ("-V", "--version"):
         print(_versions())  # noqa: T201
         return 0
-    if arguments[0] in _REMOVED:
-        raise SettingError(f"the verb {arguments[0]} was typed", "stormo no longer has it", _REMOVED[arguments[0]])
     verb = _VERBS.get(arguments[0])
     if verb is None:
         raise unknown_name("verb", arguments[0], _VERBS)
@@ -154,8 +152,4 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "monitor": _verb("stormo.commands.monitor"),
     "doctor": _verb("stormo.doctor.command"),
     "completion": _completion,
-}
-_REMOVED = {
-    "status": "squeue --me shows the jobs, tail -F runs/NAME/slurm.log the output of one",
-    "cancel": "scancel JOB ends a job; its number is in runs/NAME/slurm.json",
 }

@@ -13,6 +13,7 @@ from typing import TypeVar
 from stormo.commands.trained_run import find_checkpoint, read_run, run_of, split_task_flags
 from stormo.config.options import Parser
 from stormo.errors import SettingError, pluralize
+from stormo.system.files import sync_folder
 from stormo.telemetry.text import format_bytes, write_text
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
@@ -118,8 +119,6 @@ def _require_free(file: Path, *, may_replace: bool) -> None:
 
 def _publish(file: Path, suffix: str, write: Callable[[Path], _Result]) -> _Result:
     """Write a file of which a reader sees all or nothing, even after a power cut."""
-    from stormo.checkpoint.writer import sync_folder
-
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{suffix}")
     try:
         result = write(temporary)

@@ -36,11 +36,6 @@ class Mesh:
         """Number of workers."""
         return math.prod(self.sizes)
 
-    @property
-    def data_size(self) -> int:
-        """Data-parallel size: workers along pipeline and tensor take the same samples."""
-        return self.replicate * self.shard
-
     def coordinates(self, rank: int) -> dict[str, int]:
         """The index of a rank on each axis."""
         found = {}

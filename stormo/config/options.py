@@ -42,12 +42,12 @@ class Option:
     metavar: str | None
     optional_value: bool
     common: bool = False  # in the short help
-    dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)  # removed values: what to do instead
+    joins: str | None = None  # a flag that may be repeated: what stands between its values
 
     @property
     def flag(self) -> str:
         """The flag, `--batch-size` or, for a task's own option, `--task.width`."""
-        dashed = self.name.replace("_", "-")
+        dashed = self.name.rstrip("_").replace("_", "-")  # from_ is --from
         return f"--task.{dashed}" if self.section == "task" else f"--{dashed}"
 
     @property
@@ -60,8 +60,6 @@ class Option:
         if self.choices:
             if value in self.choices:
                 return value
-            if isinstance(value, str) and value in self.dropped:
-                raise SettingError(f"{source} {value} was set", "stormo no longer has it", self.dropped[value])
             raise unknown_name(source, str(value), self.choices)
         if value in self.keywords or (self.kind is bool and isinstance(value, bool)):
             return value
@@ -146,7 +144,7 @@ def _option(section: str, field: dataclasses.Field[Any], hint: Any) -> Option:
         metavar=field.metadata.get("metavar"),
         optional_value=field.metadata.get("optional_value", False),
         common=section == "task" or field.metadata.get("common", False),
-        dropped=field.metadata.get("dropped", {}),
+        joins=field.metadata.get("joins"),
     )
 
 
@@ -281,6 +279,7 @@ def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], title
             metavar=metavar,
             help=help_text if option.common else argparse.SUPPRESS,
             **({"nargs": "?", "const": ""} if option.optional_value else {}),
+            **({"action": "append"} if option.joins is not None else {}),
         )
 
 
@@ -291,7 +290,7 @@ def take_flags(
     parser = _parser(prog=program, usage=usage, description=description)
     options = all_common(options_of(*section))
     _add_flags(parser, options, {section[0]: _title(section[1])})
-    namespace, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
+    namespace, rest = parser.parse_known_args([dashed(argument) for argument in argv])
     return _converted(namespace, options), rest
 
 
@@ -309,7 +308,7 @@ def parse_flags(
     if len(arguments) < len(argv):
         options = all_common(options)
     parser = build_parser(program, options, task_title, positional)
-    namespace, rest = parser.parse_known_args([_dashed(argument) for argument in arguments])
+    namespace, rest = parser.parse_known_args([dashed(argument) for argument in arguments])
     unknown = next((argument.split("=")[0] for argument in rest if argument.startswith("-")), None)
     if unknown is not None:
         near = suggestion(unknown, [*(option.flag for option in options), "--help"])
@@ -332,7 +331,7 @@ def peek_flags(argv: Sequence[str], options: Sequence[Option], is_task: Callable
     known |= {f"--no-{option.flag[2:]}" for option in options if option.kind is bool}
     kept: list[str] = []
     skips_value = False
-    for argument in (_dashed(argument) for argument in _without_all(argv) if argument not in _HELP):
+    for argument in (dashed(argument) for argument in _without_all(argv) if argument not in _HELP):
         is_value = not argument.startswith("-") or _NEGATIVE.match(argument)
         if skips_value and is_value and not is_task(argument):
             skips_value = False
@@ -347,14 +346,16 @@ def peek_flags(argv: Sequence[str], options: Sequence[Option], is_task: Callable
 
 def _converted(namespace: argparse.Namespace, options: Sequence[Option]) -> dict[str, Any]:
     by_key = {option.key: option for option in options}
-    return {
-        key: by_key[key].convert(value, by_key[key].flag) if key in by_key else value
-        for key, value in vars(namespace).items()
-    }
+    found: dict[str, Any] = {}
+    for key, value in vars(namespace).items():
+        option = by_key.get(key)
+        text = option.joins.join(value) if option and option.joins is not None else value
+        found[key] = option.convert(text, option.flag) if option else value
+    return found
 
 
-def _dashed(argument: str) -> str:
-    # --batch_size is --batch-size.
+def dashed(argument: str) -> str:
+    """A flag in its one spelling: `--batch_size=4` is `--batch-size=4`."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")

@@ -6,7 +6,6 @@ A class is a TOML section and a heading of `--help`; a field is a key and a flag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
@@ -23,11 +22,11 @@ def option(
     metavar: str | None = None,
     optional_value: bool = False,
     common: bool = False,
-    dropped: Mapping[str, str] | None = None,
+    joins: str | None = None,
 ) -> Any:
-    """A field; the short help has it if it is `common`; `dropped` maps a value it once took to what to do instead."""
+    """A field; the short help has it if it is `common`; `joins` stands between the values of a repeated flag."""
     metadata = {"help": help_text, "metavar": metavar, "optional_value": optional_value, "common": common}
-    return field(default=default, metadata=metadata | {"dropped": dropped or {}})
+    return field(default=default, metadata=metadata | {"joins": joins})
 
 
 class NodeRange(int):
@@ -66,9 +65,7 @@ class Workers:
     )
     max_restarts: int = option(0, "restarts of all workers from the last checkpoint after a failure")
     launcher: Literal["auto", "ssh"] = option(
-        "auto",
-        "ssh starts the workers of all --hosts from here; auto starts those of this node",
-        dropped={"mpi": "start it with mpirun: mpirun -n 8 stormo train"},
+        "auto", "ssh starts the workers of all --hosts from here; auto starts those of this node"
     )
     hosts: str | None = option(None, "with --launcher: node1,node2 or node[1-4]", metavar="NAMES")
     hostfile: str | None = option(None, "with --launcher: a hostfile in mpirun's format", metavar="FILE")

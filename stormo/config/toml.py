@@ -93,6 +93,17 @@ def require_secrets(document: Mapping[str, Any], given: Container[str], source: 
             )
 
 
+def refuse_secrets(config: TrainConfig, what: str, file: str) -> None:
+    """Refuse a secret option of the task where the command line itself is written to a file."""
+    for key, value in vars(config.task_options).items() if config.task_options is not None else ():
+        if f"task.{key}" in config.given and masked(key, value) != value:
+            raise SettingError(
+                f"--task.{key.replace('_', '-')} was set for {what}",
+                f"secrets are not written to files, and {file} would hold it",
+                "leave it out, and let the task read it from a file or an environment variable",
+            )
+
+
 def to_toml(config: TrainConfig, effective: ResolvedBatch) -> str:
     """The settings and the resolved batch, as TOML that `--config` reads; automatic values are left out."""
     lines = [f"task = {json.dumps(config.task)}"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo.config.layout import Layout, at_least, check_timeout, resolve_layout
-from stormo.config.options import Parser, make_config, options_of
+from stormo.config.options import Parser, dashed, make_config, options_of
 from stormo.config.schema import CALL_ONLY, NodeRange, Run, TrainConfig, Workers
 from stormo.doctor import slices
 from stormo.doctor.check_runner import CHECKS, run_checks
@@ -30,11 +30,6 @@ from stormo.system.process import stormo_command
 from stormo.telemetry.text import write_text
 from stormo.version import __version__
 
-_REMOVED = {
-    "clock": "chronyc tracking or timedatectl tells whether the clock is right",
-    "schedulers": "sinfo, qstat or lsid tells whether the scheduler answers",
-    "energy": "stormo monitor --count 1 tells which energy counters can be read",
-}
 _CODE_FILE = "STORMO_DOCTOR_CODE"  # into which the first worker of a node writes the exit code for its agent
 _JOB_FLAGS = ("num_gpus", "num_nodes", "node_id", "master_addr", "master_port", "device", "backend", *CALL_ONLY)
 _NODE_CHECKS = ("devices", "network", "limits")  # fast ones that write nothing
@@ -93,8 +88,6 @@ def _chosen(only: str | None, skip: str | None) -> list[str]:
 def _names(flag: str, text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name in _REMOVED:
-            raise SettingError(f"{flag} {name} was set", "stormo no longer has this check", _REMOVED[name])
         if name not in CHECKS:
             raise unknown_name(flag, name, CHECKS)
     if not names:
@@ -201,7 +194,7 @@ def _parse_job(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
         parser.add_argument(option.flag, dest=option.key, metavar=metavar, help=option.help)
     parser.add_argument("--limit-s", metavar="X", default="60", help="seconds for all of it (default: %(default)s)")
     _add_common_flags(parser)
-    parsed = parser.parse_args(list(arguments))
+    parsed = parser.parse_args([dashed(argument) for argument in arguments])
     given = {option.key: getattr(parsed, option.key) for option in options}
     settings = {
         option.key: option.convert(given[option.key], option.flag)

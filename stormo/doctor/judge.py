@@ -20,7 +20,6 @@ SLOW_DEVICE, VERY_SLOW_DEVICE = 0.8, 0.5  # of the median of its peers
 SLOW_CPU = 0.4  # other programs may share its cores
 LEAST_FREE_MEMORY = 0.9
 LITTLE_SPACE_BYTES = 1 << 30
-CLOCK_NOTE_S, CLOCK_WARNING_S = 0.1, 1.0
 SLOW_LINK, VERY_SLOW_LINK = 0.5, 0.1  # of the usual bytes per second
 LATE_RATIO, LATE_S = 10.0, 1e-3  # times the usual latency, and never below this
 _MOST_LISTED = 16
@@ -42,7 +41,6 @@ def judge(measured: Measurements) -> list[Finding]:
     names = Names(measured.workers)
     return [
         *_judge_reach(measured.attempts, names),
-        *_judge_clocks(measured.attempts, names),
         *_judge_versions(measured.devices, names),
         *_judge_folder(measured, names),
         *_judge_devices(measured.devices, names),
@@ -184,31 +182,6 @@ def _judge_reach(attempts: Sequence[Attempt], names: Names) -> list[Finding]:
         if (to, node) in failed:
             text += ", nor the other way round"
         found.append(_reach_finding(names.node(to, address=True), text, one))
-    return found
-
-
-def _judge_clocks(attempts: Sequence[Attempt], names: Names) -> list[Finding]:
-    """Clocks that differ from node 0's by more than the error of the measurement."""
-    found = []
-    for one in attempts:
-        if one.to != 0 or one.outcome != "ok" or one.clock_ahead_s is None:
-            continue
-        off_s = abs(one.clock_ahead_s) - one.clock_error_s
-        if off_s < CLOCK_NOTE_S:
-            continue
-        way = "behind" if one.clock_ahead_s > 0 else "ahead of"
-        level: Level = "warning" if off_s >= CLOCK_WARNING_S else "note"
-        found.append(
-            Finding(
-                "clock",
-                level,
-                f"has a clock that is {time_text(abs(one.clock_ahead_s))} {way} that of {names.node(0)}",
-                "synchronise its clock with chrony or ntpd: the times in its files and logs are off",
-                facts={"clock_ahead_s": -one.clock_ahead_s, "clock_error_s": one.clock_error_s},
-                where=names.node(one.node),
-                group="job",
-            )
-        )
     return found
 
 

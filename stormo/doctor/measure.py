@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -62,8 +62,6 @@ class Attempt:
     to: int
     outcome: str  # "ok", or a key of `OUTCOMES`
     detail: str = ""  # the system's error
-    clock_ahead_s: float | None = None  # of the other node's clock
-    clock_error_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,11 +344,11 @@ _ALL_WITH_ALL = 32  # nodes; above, each has partners at distances 1, 2, 4, ... 
 
 
 def partners(node: int, num_nodes: int) -> list[int]:
-    """The nodes that a node connects to: all others, or about log2 of them, and always node 0 for its clock."""
+    """The nodes that a node connects to: all others, or about log2 of them."""
     if num_nodes <= _ALL_WITH_ALL:
         return [other for other in range(num_nodes) if other != node]
     steps = [1 << power for power in range(math.ceil(math.log2(num_nodes)))]
-    return sorted({(node + step) % num_nodes for step in steps} | {0} - {node})
+    return sorted((node + step) % num_nodes for step in steps)
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -394,7 +392,6 @@ OPEN_PORTS = (
 )
 _IP = (socket.AF_INET, socket.AF_INET6)
 _LARGE_BYTES = 256 * 1024
-_NUM_CLOCK_READINGS = 5
 _BACKLOG = 4096
 
 
@@ -437,7 +434,7 @@ def require_rendezvous(rank_info: RankInfo, limit_s: float = 5.0) -> None:
 class ProbeServer:
     """Answers the probes of other nodes in a background thread, on the address that the workers will use.
 
-    It answers with its node, its clock, and more data than one packet holds: a path may drop large packets only.
+    It answers with its node, then with more data than one packet holds: a path may drop large packets only.
     """
 
     def __init__(self, node: int, address: str) -> None:
@@ -477,23 +474,22 @@ class ProbeServer:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            writer.write(_line({"node": self._node, "port": self.port}))
-            while request := await reader.readline():
-                writer.write(_line({"time": time.time()}) if request == b"time\n" else bytes(_LARGE_BYTES))
+            writer.write(_greeting(self._node, self.port))
+            if await reader.readline():
+                writer.write(bytes(_LARGE_BYTES))
                 await writer.drain()
         writer.close()
 
 
 async def _attempt(node: int, worker: WorkerInfo, limit_s: float) -> Attempt:
-    stage, clock = "timeout", (0.0, 0.0)
+    stage = "timeout"
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(limit_s):
             reader, writer = await asyncio.open_connection(worker.address, worker.port)
             stage = "silent"
-            if _parse(await reader.readline()) != {"node": worker.node, "port": worker.port}:
+            if await reader.readline() != _greeting(worker.node, worker.port):
                 return Attempt(node=node, to=worker.node, outcome="wrong_peer")
-            clock = min([await _read_clock(reader, writer) for _ in range(_NUM_CLOCK_READINGS)], key=lambda one: one[1])
             stage = "packets"
             writer.write(b"data\n")
             await reader.readexactly(_LARGE_BYTES)
@@ -509,25 +505,8 @@ async def _attempt(node: int, worker: WorkerInfo, limit_s: float) -> Attempt:
     finally:
         if writer is not None:
             writer.close()
-    return Attempt(node=node, to=worker.node, outcome="ok", clock_ahead_s=clock[0], clock_error_s=clock[1])
+    return Attempt(node=node, to=worker.node, outcome="ok")
 
 
-async def _read_clock(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
-    """How far the other clock is ahead, and the error of that: half of the round trip."""
-    sent = time.time()
-    writer.write(b"time\n")
-    peer_time = _parse(await reader.readline()).get("time", float("nan"))
-    received = time.time()
-    return peer_time - (sent + received) / 2, (received - sent) / 2
-
-
-def _line(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        found = json.loads(line)
-        if isinstance(found, dict):
-            return found
-    return {}
+def _greeting(node: int, port: int) -> bytes:
+    return json.dumps({"node": node, "port": port}).encode() + b"\n"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, pluralize
 from stormo.study import runner
@@ -16,16 +16,16 @@ from stormo.study.fit import fit_model
 from stormo.study.measurement import Measurement, read_csv
 from stormo.study.report_text import report_lines
 from stormo.study.results import Result, write_results
-from stormo.study.study import read_arguments, read_mode, read_study
+from stormo.study.study import Scale, read_arguments, read_study
 from stormo.telemetry.text import write_text
 
 
 def main(arguments: list[str], train: runner.Runner = runner.run_child) -> int:
     """Do the study; `train` does one run."""
-    own, rest = read_arguments(arguments)
-    if own.table is not None:
-        return _from_csv(own, rest)
-    study = read_study(own, rest)
+    given, rest = read_arguments(arguments)
+    if "from_" in given:
+        return _from_csv(given, rest)
+    study = read_study(given, rest)
     runner.check_folder(study)
     runner.check_runs(study)
     try:
@@ -56,21 +56,20 @@ def main(arguments: list[str], train: runner.Runner = runner.run_child) -> int:
     return EXIT_FAILURE if failed else 0
 
 
-def _from_csv(own: argparse.Namespace, rest: Sequence[str]) -> int:
+def _from_csv(given: Mapping[str, Any], rest: Sequence[str]) -> int:
+    own, path = Scale(**given), Path(given["from_"])
     for_training = ("workers", "num_nodes", "repeats", "seconds", "batch_size", "global_batch_size")
-    unused = [*rest, *(f"--{name.replace('_', '-')}" for name in for_training if getattr(own, name) is not None)]
+    unused = [*rest, *(f"--{name.replace('_', '-')}" for name in for_training if name in given)]
     if unused:
         why = "a table is read and nothing is trained"
-        raise SettingError(f"--from {own.table} was set with {unused[0]}", why, "leave one of them out")
-    modes = read_mode(own.mode)
-    if len(modes) > 1:
+        raise SettingError(f"--from {path} was set with {unused[0]}", why, "leave one of them out")
+    if own.mode == "both":
         raise SettingError("--mode both was set with --from", "a table holds one mode", "set strong or weak")
-    path = Path(own.table)
-    table = read_csv(path, modes[0])
+    table = read_csv(path, own.mode)
     if table.unused:
         _print(f"columns of {path} that are not used: {', '.join(table.unused)}")
     folder = Path(own.output) if own.output else Path("runs") / f"scale-{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    _show_results(table.measurements, modes, folder, energy_per=table.energy_per)
+    _show_results(table.measurements, own.modes, folder, energy_per=table.energy_per)
     return 0
 
 

@@ -15,13 +15,13 @@ from types import FrameType
 from typing import Any
 
 from stormo.config.plan import Facts, resolve
-from stormo.energy.node_file import LineFile
 from stormo.errors import EXIT_RESUMABLE, EXIT_USAGE, SettingError, StormoError, pluralize
 from stormo.study.measurement import Measurement, measure_run, measured_s
 from stormo.study.study import Run, Study, make_runs
 from stormo.system.files import (
     MAX_RECORDS_BYTES,
     BadFileError,
+    LineFile,
     create,
     fits,
     parse_json,
@@ -61,7 +61,6 @@ class FailedRun:
 
     run: Run
     error: str
-    is_refused: bool = False  # its settings are refused, and would be in another repeat
 
 
 class RunFile:
@@ -209,17 +208,12 @@ def run_study(study: Study, train: Runner, show: Callable[[str], None]) -> tuple
         if run.name in file.done:
             show(f"{head}: done before")
             continue
-        same = (one for one in failed if one.is_refused and (one.run.mode, one.run.workers) == (run.mode, run.workers))
-        if (refused := next(same, None)) is not None:
-            failed.append(replace(refused, run=run))
-            show(f"{head}: left out, as its settings were refused before")
-            continue
         start_s = time.monotonic()
         try:
             found = _measure(study, run, train)
         except StormoError as error:
             file.add(run, "failed", error=str(error))
-            failed.append(FailedRun(run=run, error=str(error), is_refused=isinstance(error, RefusedRunError)))
+            failed.append(FailedRun(run=run, error=str(error)))
             show(f"{head}: failed: {error}")
             continue
         file.add(run, "done", found)
@@ -240,8 +234,7 @@ def _measure(study: Study, run: Run, train: Runner) -> Measurement | None:
 
     code = train(study.arguments(run), log, is_measured)
     if code not in _GOOD_EXIT_CODES:
-        kind = RefusedRunError if code == EXIT_USAGE else StormoError
-        raise kind(f"{error_in_log(log)} (exit code {code}; its output is in {log})")
+        raise StormoError(f"{error_in_log(log)} (exit code {code}; its output is in {log})")
     if not is_main:
         return None
     measured = measure_run(folder, run)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stormo.config import options, precedence, toml
+from stormo.config.layout import at_least
 from stormo.config.mesh import Mesh, parse_mesh
-from stormo.config.schema import CALL_ONLY, EFFECTIVE, Command, TrainConfig
+from stormo.config.schema import CALL_ONLY, EFFECTIVE, Command, TrainConfig, option
 from stormo.config.strategies import names
 from stormo.errors import SettingError, pluralize
 from stormo.launch.nodes import find_rank_info
@@ -20,9 +20,7 @@ from stormo.system.hardware import visible_gpus
 from stormo.tasks.task import Task
 from stormo.training.settings import read_settings
 
-MODES = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 _EPOCHS = 3  # by default: a warm-up and two that are measured
-_SECONDS = 60.0
 _NO_TARGET = "2"  # an accuracy that no run reaches
 # Settings that a study sets for each of its runs.
 _SET_BY_STUDY = (
@@ -136,47 +134,43 @@ class Study:
         }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The options of `stormo scale` itself."""
-    parser = options.Parser(
-        prog="stormo scale",
-        usage="stormo scale TASK --workers 1,2,4 [options] [any option of stormo train]\n"
-        "       stormo scale --from table.csv [--mode strong|weak] [--output FOLDER]",
-        description="Train TASK at several numbers of workers and say whether more of them pay.",
-        epilog="With --target-accuracy or --target-loss, time and energy to the target are compared too.",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+_USAGE = """\
+stormo scale TASK --workers 1,2,4 [options] [any option of stormo train]
+       stormo scale --from table.csv [--mode strong|weak] [--output FOLDER]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Scale: the runs to compare."""
+
+    workers: str | None = option(None, "numbers of workers to compare, over all nodes: 1,2,4", metavar="N,N,...")
+    num_nodes: str | None = option(None, "nodes they run on: one number for all, or one for each", metavar="N[,N...]")
+    repeats: int = option(1, "runs of each; 3 or more give useful intervals", metavar="R")
+    mode: Literal["strong", "weak", "both"] = option("strong", "fix the global batch, the batch of a worker, or both")
+    seconds: float = option(60.0, "stop a run after S measured seconds; with a target only if set", metavar="S")
+    output: str | None = option(None, "where everything goes; the same again resumes the study", metavar="FOLDER")
+    from_: str | None = option(None, "read a table measured elsewhere instead of training", metavar="FILE.csv")
+    batch_size: str | None = option(None, "samples per worker in one micro-batch, with the fewest workers", metavar="N")
+    global_batch_size: str | None = option(None, "samples of all workers in a step, with the fewest", metavar="N")
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes to run."""
+        return ("strong", "weak") if self.mode == "both" else (self.mode,)
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The study's own options as given, and the arguments for `stormo train`."""
+    description = (
+        "Train TASK at several numbers of workers and say whether more of them pay. "
+        "Time and energy to a target are compared too, with --target-accuracy or --target-loss."
     )
-    add = parser.add_argument
-    add("--workers", metavar="N,N,...", help="numbers of workers to compare, over all nodes: 1,2,4")
-    add("--num-nodes", metavar="N[,N...]", help="nodes they run on: one number for all, or one for each")
-    add("--repeats", metavar="R", help="runs of each; 3 or more give useful intervals (default: 1)")
-    add(
-        "--mode", metavar="|".join(MODES), help="fix the global batch, the batch of a worker, or both (default: strong)"
-    )
-    add("--seconds", metavar="S", help="stop a run after S measured seconds (default: 60; with a target: never)")
-    add("--output", metavar="FOLDER", help="where everything goes; the same folder again resumes the study")
-    add("--from", dest="table", metavar="FILE.csv", help="read a table measured elsewhere instead of training")
-    add("--batch-size", metavar="N", help="samples of one worker in one micro-batch, with the fewest workers")
-    add("--global-batch-size", metavar="N", help="samples of all workers in one step, with the fewest workers")
-    return parser
+    return options.take_flags("stormo scale", _USAGE, description, arguments, ("scale", Scale))
 
 
-def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The study's own options, and the arguments for `stormo train`."""
-    return make_parser().parse_known_args([_with_dashes(argument) for argument in arguments])
-
-
-def _with_dashes(argument: str) -> str:
-    """`--batch_size=4` as `--batch-size=4`: both spellings are one option, as for `stormo train`."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
-def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
+def read_study(given: Mapping[str, Any], rest: Sequence[str]) -> Study:
     """The study that was asked for, checked before any process starts."""
+    own = Scale(**given)
     if any(argument.partition("=")[0] == "--resume" for argument in rest):
         raise SettingError(
             "--resume was set for a scaling study",
@@ -189,6 +183,10 @@ def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
         own, train_arguments = _spell_out_config(own, rest, config.command.config, task_class)
         config, task_class = read_settings(train_arguments)
     _refuse_own_settings(own, config)
+    toml.refuse_secrets(config, "a scaling study", "study.json")
+    at_least("--repeats", own.repeats, 1)
+    if own.seconds <= 0:
+        raise SettingError(f"--seconds {own.seconds:g} was set", "it takes a number above 0", "set --seconds 60")
     workers, num_nodes = _read_workers(own)
     _check_nodes(config, num_nodes, own.output)
     global_batch_size, batch_size = _read_batches(own, config, workers[0])
@@ -215,10 +213,10 @@ def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
         settings={key: value for key, value in resolved.items() if key not in _NOT_COMPARED},
         workers=workers,
         num_nodes=num_nodes,
-        modes=read_mode(own.mode),
-        repeats=_whole(own.repeats or "1", "--repeats"),
+        modes=own.modes,
+        repeats=own.repeats,
         seed=config.run.seed,
-        seconds=_positive(own.seconds, "--seconds", 60.0) if own.seconds else None if wants_target else _SECONDS,
+        seconds=None if wants_target and "seconds" not in given else own.seconds,
         global_batch_size=global_batch_size,
         batch_size=batch_size,
         node_id=config.workers.node_id,
@@ -230,18 +228,7 @@ def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
     )
 
 
-def read_mode(asked: str | None) -> tuple[str, ...]:
-    """The modes of `--mode`."""
-    if asked is None:
-        return MODES["strong"]
-    if asked not in MODES:
-        raise SettingError(f"--mode {asked} was set", f"it is one of {', '.join(MODES)}", "set one of them")
-    return MODES[asked]
-
-
-def _spell_out_config(
-    own: argparse.Namespace, rest: Sequence[str], path: str, task_class: type[Task]
-) -> tuple[argparse.Namespace, list[str]]:
+def _spell_out_config(own: Scale, rest: Sequence[str], path: str, task_class: type[Task]) -> tuple[Scale, list[str]]:
     """Turn `--config` into flags, so that a later edit of the file cannot change some of the runs; flags win over it.
 
     The config file of an earlier run also holds what was set for that run alone, which is dropped.
@@ -268,7 +255,7 @@ def _spell_out_config(
     if "global_batch_size" in batch:
         batch.pop("batch_size", None)
     task = [left.pop("task")] if "task" in left else []
-    merged = argparse.Namespace(**{**vars(own), **{key: str(value) for key, value in batch.items()}})
+    merged = Scale(**{**vars(own), **{key: str(value) for key, value in batch.items()}})
     return merged, [*task, *options.without_flags(rest, {"--config": 1}), *options.as_flags(left)]
 
 
@@ -294,7 +281,7 @@ def _single_worker_arguments(arguments: Sequence[str], config: TrainConfig) -> l
     return [*options.without_flags(arguments, flags), "--strategy", "single"]  # over what a config file says
 
 
-def _refuse_own_settings(own: argparse.Namespace, config: TrainConfig) -> None:
+def _refuse_own_settings(own: Scale, config: TrainConfig) -> None:
     sizes = f": --workers {own.workers} says how many there are" if own.workers else ", and set --workers"
     for key in _SET_BY_STUDY:
         if key in config.given:
@@ -327,7 +314,7 @@ def _check_nodes(config: TrainConfig, num_nodes: Sequence[int], output: str | No
         )
 
 
-def _read_workers(own: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _read_workers(own: Scale) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of workers, fewest first, and the nodes of each."""
     if own.workers is None:
         raise SettingError("no --workers was set", "a study compares numbers of workers", "set --workers 1,2,4")
@@ -356,10 +343,11 @@ def _read_workers(own: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, 
     return tuple(count for count, _ in pairs), tuple(on_nodes for _, on_nodes in pairs)
 
 
-def _read_batches(own: argparse.Namespace, config: TrainConfig, fewest: int) -> tuple[int, int]:
+def _read_batches(own: Scale, config: TrainConfig, fewest: int) -> tuple[int, int]:
     """The global batch of strong scaling and the worker's of weak scaling; with the fewest workers they agree."""
     num_micro_batches = fewest * config.batch.accumulate
-    total, each = own.global_batch_size, own.batch_size
+    total: str | int | None = own.global_batch_size
+    each: str | int | None = own.batch_size
     if total is not None and each is not None:
         raise SettingError(
             f"--global-batch-size {total} and --batch-size {each} were both set",
@@ -387,13 +375,3 @@ def _whole(text: str, flag: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise SettingError(f"{flag} was set to {text!r}", "it takes whole numbers from 1 on", f"set {flag} 4")
     return int(text)
-
-
-def _positive(text: str, flag: str, example: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise SettingError(f"{flag} was set to {text!r}", "it takes a number above 0", f"set {flag} {example:g}")
-    return value

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stormo.config import options
+from stormo.config import options, toml
 from stormo.config.layout import Launched, resolve_layout
 from stormo.config.plan import check_settings, resolve
 from stormo.config.plan.checks import check_run_name
@@ -50,9 +50,9 @@ def main(arguments: Sequence[str]) -> int:
         write_text(script, sys.stdout)
         return 0
     sbatch.require_slurm()
-    earlier = _earlier_jobs(job)
+    _refuse_second_job(job)
     job_id = _submit(job, script)
-    sbatch.write_record(job.run_folder, job_id=job_id, log=job.log, earlier_jobs=earlier)
+    sbatch.write_record(job.run_folder, job_id=job_id, log=job.log)
     text = f"""\
 job {job_id}: run {job.name} in {job.run_folder}
 its output:  tail -F {shlex.quote(str(job.log))}
@@ -101,6 +101,7 @@ def _refuse(config: TrainConfig) -> None:
         if key in config.given:
             flag = f"--{key.replace('_', '-')}"
             raise SettingError(f"{flag} was set for a job that is submitted", why, f"leave {flag} out")
+    toml.refuse_secrets(config, "a job that is submitted", "the script of the job")
     if config.run.resume and (Path(config.run.resume) / "manifest.json").is_file():
         raise SettingError(
             f"--resume {config.run.resume} was set for a job that is submitted",
@@ -168,16 +169,15 @@ def _given_flags(config: TrainConfig) -> list[str]:
     return options.as_flags({key: value for key, value in values.items() if key in keys})
 
 
-def _earlier_jobs(job: Job) -> tuple[str, ...]:
-    """The jobs that the run had before; refused while the last of them waits or runs."""
-    jobs = sbatch.read_jobs(job.run_folder)
-    if jobs and (state := sbatch.state_of(jobs[-1])):
+def _refuse_second_job(job: Job) -> None:
+    """Refuse while the last job of the run waits or runs."""
+    last = sbatch.read_job_id(job.run_folder)
+    if last is not None and (state := sbatch.state_of(last)):
         raise SettingError(
             f"run {job.name} was to be submitted",
-            f"job {jobs[-1]} carries it already ({state.lower()})",
-            f"wait for its end, or end it with scancel {jobs[-1]}",
+            f"job {last} carries it already ({state.lower()})",
+            f"wait for its end, or end it with scancel {last}",
         )
-    return jobs
 
 
 def _submit(job: Job, script: str) -> str:

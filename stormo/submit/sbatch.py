@@ -57,24 +57,22 @@ def submit(script: Path) -> str:
     raise SettingError("the job was handed to Slurm", f"sbatch refused it ({reason})", _instead(reason))
 
 
-def write_record(folder: Path, *, job_id: str, log: Path, earlier_jobs: tuple[str, ...]) -> None:
+def write_record(folder: Path, *, job_id: str, log: Path) -> None:
     """Write the job's number to the run folder."""
     record = {"run": folder.name, "job_id": job_id, "log": str(log), "submitted_unix_s": time.time()}
-    write_json(folder / RECORD, {**record, "earlier_jobs": list(earlier_jobs)})
+    write_json(folder / RECORD, record)
 
 
-def read_jobs(folder: Path) -> tuple[str, ...]:
-    """The numbers of all jobs that a run has had, the last one last."""
+def read_job_id(folder: Path) -> str | None:
+    """The number of the last job of a run; None before the first."""
     path = folder / RECORD
     try:
-        record = read_object(path)
+        job_id = read_object(path).get("job_id")
     except FileNotFoundError:
-        return ()
-    earlier = record.get("earlier_jobs", [])
-    jobs = (*(earlier if isinstance(earlier, list) else [None]), record.get("job_id"))
-    if not all(isinstance(job, str) and _JOB_ID.fullmatch(job) for job in jobs):
-        raise BadFileError(path, "it holds something else than numbers of jobs")
-    return jobs
+        return None
+    if not isinstance(job_id, str) or not _JOB_ID.fullmatch(job_id):
+        raise BadFileError(path, "it holds something else than the number of a job")
+    return job_id
 
 
 def state_of(job_id: str) -> str:

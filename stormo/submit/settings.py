@@ -27,14 +27,7 @@ _DESCRIPTION = (
 )
 _CLOCK = re.compile(r"((?P<days>\d+)-)?(?P<clock>\d+(:\d+){0,2})", flags=re.ASCII)
 _UNLIMITED = ("infinite", "unlimited")
-_REPEATED = {"setup": "\n", "apptainer_bind": ",", "sbatch": " "}  # flags that may be repeated: what joins their values
-_LOOP = "submit each run, in a loop of the shell"
-_REMOVED = {
-    "follow": "tail -F runs/NAME/slurm.log shows the output, and submit prints that line",
-    "sweep": _LOOP,
-    "array": _LOOP,
-    "array_limit": _LOOP,
-}
+_UNFIT = re.compile(r'[\n"\\]')  # for a line of an sbatch script
 # What the job's own lines say already: a second value would silently win or lose.
 _OURS = {
     "--array": "one job for each run",
@@ -74,19 +67,22 @@ class Slurm:
     exclusive: bool = option(False, "share the nodes with no other job")
     job_name: str | None = option(None, "name in the queue; default the run's", metavar="NAME")
     log: str | None = option(None, "file of the output; default slurm.log in the run folder", metavar="FILE")
-    on_time_limit: Literal["requeue", "stop"] = option(
-        "requeue",
-        "after the warning: requeue the job, or end",
-        dropped={"chain": "leave it out: the job is requeued, also by Slurm after preemption"},
-    )
+    on_time_limit: Literal["requeue", "stop"] = option("requeue", "after the warning: requeue the job, or end")
     warn_s: int = option(120, "seconds before the time limit at which the training saves", metavar="S")
     apptainer: str | None = option(None, "run inside this image, which has stormo", metavar="IMAGE.sif")
-    apptainer_bind: str | None = option(None, "folders that the image sees too; repeat for more", metavar="FROM[:TO]")
+    apptainer_bind: str | None = option(
+        None, "folders that the image sees too; repeat for more", metavar="FROM[:TO]", joins=","
+    )
     setup: str | None = option(
-        None, 'shell lines before the training, such as "module load cuda"; repeat for more', metavar="LINES"
+        None,
+        'shell lines before the training, such as "module load cuda"; repeat for more',
+        metavar="LINES",
+        joins="\n",
     )
     setup_file: str | None = option(None, "the same from a file", metavar="FILE")
-    sbatch: str | None = option(None, 'any other flags of sbatch: "--mail-type=END --nice=10"', metavar="FLAGS")
+    sbatch: str | None = option(
+        None, 'any other flags of sbatch: "--mail-type=END --nice=10"', metavar="FLAGS", joins=" "
+    )
     print: bool = option(False, "print the script, submit nothing")
 
 
@@ -97,42 +93,21 @@ def slurm_options() -> list[Option]:
 
 def read_slurm(arguments: Sequence[str]) -> tuple[Slurm, TrainConfig, type[Task]]:
     """The settings of the job (flags, then the section of a TOML file) and of the training."""
-    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-        _refuse_removed(flag.removeprefix("--").removeprefix("no-").replace("-", "_"), flag)
-    flags, rest = take_flags("stormo submit", _USAGE, _DESCRIPTION, _joined(arguments), (_SECTION, Slurm))
+    arguments = _with_value(arguments, "--sbatch")
+    flags, rest = take_flags("stormo submit", _USAGE, _DESCRIPTION, arguments, (_SECTION, Slurm))
     config, task_class = read_settings(rest)
     source = config.command.config
     section = (read_toml(Path(source)) if source is not None else {}).get(_SECTION, {})
-    for key in section if isinstance(section, dict) else ():
-        _refuse_removed(key.replace("-", "_"), f"{key} in {source}")
     of_file = settings_from_toml({_SECTION: section}, slurm_options(), source or "")
     slurm = Slurm(**(of_file | flags))
     _check(slurm)
     return slurm, config, task_class
 
 
-def _refuse_removed(name: str, as_given: str) -> None:
-    if name in _REMOVED:
-        raise SettingError(f"{as_given} was set", "stormo no longer has it", _REMOVED[name])
-
-
-def _joined(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the values of a repeated flag joined, in its first place."""
-    found: dict[str, list[str]] = {}
-    rest: list[str] = []
-    remaining = iter(arguments)
-    for word in remaining:
-        flag, equals, value = word.partition("=")
-        name = flag.removeprefix("--")
-        if not flag.startswith("--") or name not in _REPEATED:
-            rest.append(word)
-            continue
-        if name not in found:
-            rest.append(flag)  # its place, filled below
-            found[name] = []
-        found[name].append(value if equals else next(remaining, ""))
-    values = {f"--{name}": f"--{name}={_REPEATED[name].join(parts)}" for name, parts in found.items()}
-    return [values.get(word, word) for word in rest]
+def _with_value(arguments: Sequence[str], flag: str) -> list[str]:
+    """`--sbatch --nice=10` as `--sbatch=--nice=10`: argparse takes a second word with dashes for a flag of its own."""
+    words = iter(arguments)
+    return [word if word != flag or (value := next(words, None)) is None else f"{word}={value}" for word in words]
 
 
 def seconds_of(time: str) -> float | None:
@@ -161,7 +136,7 @@ def _check(slurm: Slurm) -> None:
         )
     for name in ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "job_name", "log"):
         value = getattr(slurm, name)
-        if value is not None and (not value.strip() or re.search(r'[\n"\\]', value)):
+        if value is not None and (not value.strip() or _UNFIT.search(value)):
             flag = f"--{name.replace('_', '-')}"
             raise SettingError(
                 f"{flag} was set to {value!r}",
@@ -218,6 +193,12 @@ def _check_sbatch(flags: str) -> None:
         if not word.startswith("-"):
             raise SettingError(
                 f"--sbatch {flags!r} was set", f"{word!r} is no flag", "write each as --name=value, in quotes"
+            )
+        if _UNFIT.search(word):
+            raise SettingError(
+                f"--sbatch {flags!r} was set",
+                "a line of an sbatch script holds no such text",
+                "leave out line ends, double quotes and backslashes",
             )
         if flag in _OURS:
             raise SettingError(f"--sbatch {flags!r} was set", f"{flag} is set by {_OURS[flag]}", "leave it out there")

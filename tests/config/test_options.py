@@ -667,6 +667,19 @@ def test_an_option_of_a_type_that_no_flag_can_give_is_refused() -> None:
         options.options_of("task", Lists)
 
 
+def test_a_flag_that_joins_may_be_repeated() -> None:
+    @dataclass(frozen=True)
+    class Lists:
+        a_list: str | None = option(None, "names", joins=",")
+        from_: str | None = option(None, "where from")
+
+    words = ["--a-list", "1", "--from", "x", "--a_list=2", "rest", "--more"]
+    assert options.take_flags("p", "u", "d", words, ("own", Lists)) == (
+        {"a_list": "1,2", "from_": "x"},
+        ["rest", "--more"],
+    )
+
+
 def test_every_error_of_this_module_is_shown_without_a_traceback() -> None:
     assert issubclass(UsageError, StormoError)
     assert issubclass(SettingError, StormoError)

@@ -92,7 +92,6 @@ def test_the_commands_of_the_page(
         (["--only", "limit"], "did you mean limits?"),
         (["--skip", ","], "it names no check"),
         (["--only", "limits", "--skip", "limits"], "it leaves no check"),
-        (["--only", "clock"], "stormo no longer has this check"),
         (["--data-folder", "/no/such"], "there is no such folder"),
         (
             ["--num-gpus", "2", "--limit-s", "1e10"],
@@ -152,3 +151,8 @@ def test_several_workers_are_checked_as_a_job(
     assert cli.main(["doctor", *flags]) == 0
     assert seen == [flags]
     assert not asked
+
+
+def test_flags_of_a_job_may_have_underscores() -> None:
+    config, _ = command._parse_job(["--num_gpus=2", "--limit_s", "30"])
+    assert (config.workers.num_gpus, config.workers.timeout) == (2, 30.0)

@@ -43,7 +43,7 @@ def bad(measured: Measurements) -> list[tuple[str, str, str]]:
 
 def attempts(num_nodes: int, failed: dict[tuple[int, int], str]) -> list[Attempt]:
     return [
-        Attempt(node=node, to=to, outcome=failed.get((node, to), "ok"), clock_ahead_s=0.0)
+        Attempt(node=node, to=to, outcome=failed.get((node, to), "ok"))
         for node in range(num_nodes)
         for to in partners(node, num_nodes)
     ]
@@ -84,17 +84,6 @@ def test_who_cannot_be_reached(
     errors = [one for one in found if one.level == "error"]
     assert [one.where for one in errors] == [where for where, _ in expected]
     assert all(one.text.startswith(text) for one, (_, text) in zip(errors, expected, strict=True)), errors
-
-
-@pytest.mark.parametrize(
-    ("ahead_s", "error_s", "level"), [(0.05, 0.0, None), (0.5, 0.45, None), (-0.5, 0.01, "note"), (30, 0.01, "warning")]
-)
-def test_clocks_differ_by_more_than_the_error_of_the_measurement(
-    ahead_s: float, error_s: float, level: str | None
-) -> None:
-    attempt = Attempt(node=1, to=0, outcome="ok", clock_ahead_s=ahead_s, clock_error_s=error_s)
-    found = [one for one in judge(Measurements(workers=workers(2), attempts=[attempt])) if one.check == "clock"]
-    assert [one.level for one in found] == ([] if level is None else [level])
 
 
 def devices(**changed: Any) -> list[Device]:
@@ -223,8 +212,7 @@ def test_a_large_job_tries_a_bounded_number_of_partners() -> None:
     played = rounds(1000, 20)
     assert [len(turn) for turn in played] == [500] * 20
     assert len({pair for turn in played for pair in turn}) == 20 * 500
-    assert len(partners(77, 1000)) == 11
-    assert 0 in partners(77, 1000)
+    assert len(partners(77, 1000)) == 10
 
 
 def test_notices_of_a_training() -> None:

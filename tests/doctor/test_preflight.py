@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -65,9 +64,7 @@ def greet_as_another(connection: socket.socket, port: int) -> None:
 def drop_large_packets(connection: socket.socket, port: int) -> None:
     connection.sendall(json.dumps({"node": 1, "port": port}).encode() + b"\n")
     with connection.makefile("rwb") as lines:
-        while lines.readline() == b"time\n":
-            lines.write(json.dumps({"time": time.time()}).encode() + b"\n")
-            lines.flush()
+        lines.readline()
         lines.readline()
 
 
@@ -82,7 +79,7 @@ def test_a_peer_that_does_not_answer_as_a_node(
     assert (attempt.node, attempt.to, attempt.outcome) == (0, 1, outcome)
 
 
-def test_nodes_probe_each_other_and_compare_clocks(server: ProbeServer) -> None:
+def test_nodes_probe_each_other(server: ProbeServer) -> None:
     other = ProbeServer(1, LOCAL)
     try:
         with socket.create_server((LOCAL, 0)) as closed:
@@ -91,8 +88,6 @@ def test_nodes_probe_each_other_and_compare_clocks(server: ProbeServer) -> None:
     finally:
         other.close()
     assert [one.outcome for one in (well, wrong, refused)] == ["ok", "wrong_peer", "refused"]
-    assert well.clock_ahead_s is not None
-    assert abs(well.clock_ahead_s) <= well.clock_error_s + 0.01
     assert refused.detail == "Connection refused"
 
 

@@ -254,14 +254,6 @@ def test_a_failed_run_is_named_and_the_others_continue(folder: Path, capsys: pyt
     assert sorted(fixed.names) == ["strong-4-workers-1", "strong-4-workers-2"]
 
 
-def test_refused_settings_are_not_tried_again(folder: Path) -> None:
-    train = FakeTraining(fails={"strong-4": EXIT_USAGE})
-    assert main([*OPTIONS, "--output", str(folder)], train) == EXIT_FAILURE
-    assert [name for name in train.names if name.startswith("strong-4")] == ["strong-4-workers-1"]
-    failed = json.loads((folder / "scale.json").read_text(encoding="utf-8"))["failed"]
-    assert [one["name"] for one in failed] == ["strong-4-workers-1", "strong-4-workers-2"]
-
-
 def test_where_every_run_fails_there_is_no_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OPTIONS, "--output", str(folder)], FakeTraining(fails={"strong": EXIT_FAILURE})) == EXIT_FAILURE
     assert "6 runs failed" in capsys.readouterr().out

@@ -52,6 +52,7 @@ def test_runs_are_short_unless_set() -> None:
     assert (value(arguments, "--epochs"), value(arguments, "--target-accuracy"), long.seconds) == ("5", "0.8", None)
     assert value(arguments, "--checkpoint-every") == "1ep"
     assert long.keeps_checkpoints
+    assert study("--workers", "1,2", "--target-accuracy", "0.8", "--seconds", "60").seconds == 60.0
 
 
 def test_workers_on_several_nodes() -> None:
@@ -67,9 +68,11 @@ def test_workers_on_several_nodes() -> None:
         (["--workers", "4"], "different numbers"),
         (["--workers", "2,2"], "different numbers"),
         (["--workers", "1,x"], "--workers was set to 'x'"),
-        (["--workers", "1,2", "--repeats", "0"], "--repeats was set to '0'"),
-        (["--workers", "1,2", "--mode", "odd"], "--mode odd"),
+        (["--workers", "1,2", "--repeats", "0"], "--repeats 0 was set, but it must be at least 1"),
+        (["--workers", "1,2", "--repeats", "x"], "--repeats was set to 'x'"),
+        (["--workers", "1,2", "--mode", "odd"], "choose one of: both, strong, weak"),
         (["--workers", "1,2", "--seconds", "no"], "--seconds was set to 'no'"),
+        (["--workers", "1,2", "--seconds", "0"], "--seconds 0 was set, but it takes a number above 0"),
         (["--workers", "1,2", "--epochs", "1"], "--epochs 1 was set"),
         (["--workers", "1,2", "--num-gpus", "2"], "leave it out: --workers 1,2 says how many"),
         (["--num-gpus", "2"], "leave it out, and set --workers"),
@@ -186,3 +189,21 @@ def test_a_launcher_has_started_its_workers_already(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(SettingError, match="was started by torchrun"):
         study("--workers", "1,2")
+
+
+def test_a_secret_is_not_written_to_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from stormo.config import option\n"
+        "from tests.system.task import Options, Tiny\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Secretive(Options):\n"
+        '    hub_token: str = option("", "of the hub")\n\n'
+        "class Mine(Tiny):\n"
+        "    Options = Secretive\n"
+    )
+    arguments = ["mine.py", "--device", "cpu", "--workers", "1,2"]
+    with pytest.raises(SettingError, match=r"--task\.hub-token was set for a scaling study, .* study\.json would hold"):
+        read_study(*read_arguments([*arguments, "--task.hub-token", "hf_mine"]))
+    assert read_study(*read_arguments(arguments)).workers == (1, 2)

@@ -92,35 +92,36 @@ def test_a_run_whose_job_waits_or_runs_is_not_given_a_second_one(
         slurm.says("sbatch", "13")
         assert _submit("--resume") == 0
     assert _record()["job_id"] == "13"
-    assert _record()["earlier_jobs"] == ["12", "13"]
 
 
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize("job_id", ["1 2", "--help", "12;x", "", "12_", "١٢"])
 def test_the_number_of_a_job_goes_to_slurm_only_if_it_is_one(job_id: str) -> None:
     assert _submit() == 0
-    assert sbatch.read_jobs(Path("runs/one")) == ("12",)
-    for record in ({"job_id": job_id}, {"job_id": "12_3", "earlier_jobs": [job_id]}, {"job_id": 12}):
+    assert sbatch.read_job_id(Path("runs/one")) == "12"
+    for record in ({"job_id": job_id}, {"job_id": 12}, {}):
         Path("runs/one/slurm.json").write_text(json.dumps(record))
         with pytest.raises(BadFileError):
-            sbatch.read_jobs(Path("runs/one"))
+            sbatch.read_job_id(Path("runs/one"))
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        *(["submit", TASK, "--device", "cpu", flag] for flag in ("--no-follow", "--sweep=seed=0,1", "--array-limit")),
+        *(["submit", TASK, "--device", "cpu", flag] for flag in ("--no-follow", "--sweep=seed=0,1", "--array")),
         ["submit", TASK, "--device", "cpu", "--on-time-limit", "chain"],
         ["submit", TASK, "--device", "cpu", "--config", "old.toml"],
         *(["status"], ["cancel", "one"]),
     ],
 )
-def test_what_was_taken_out_says_what_to_use_instead(
+def test_what_is_not_there_is_refused_in_one_sentence(
     words: list[str], slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("old.toml").write_text('[slurm]\narray = "0-3"\n')
     assert main(words) == 2
-    assert "stormo no longer has it; " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "was asked for, but there is none of that name; " in error
+    assert error.count("\n") == 1
     assert slurm.called() == []
 
 
@@ -143,6 +144,47 @@ def test_print_shows_the_script_and_does_nothing(
         "submit on a login node of the cluster; --print shows the script anywhere.\n"
     )
     assert _files() == ["a.toml"]
+
+
+@pytest.mark.usefixtures("slurm")
+def test_what_a_repeated_flag_says_is_joined(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.sif").touch()
+    words = ["--apptainer=a.sif", "--apptainer-bind", "/a", "--apptainer_bind=/b:/c", "--setup", "one", "--setup=two"]
+    assert _submit(*words, "--sbatch", "--nice=3 --comment='a b'", "--sbatch", "--hold", "--sbatch", "", "--print") == 0
+    script = capsys.readouterr().out
+    assert f"--bind {Path.cwd()},{Path.cwd()}/runs,/a,/b:/c a.sif" in script.replace(f"{Path.cwd()}/a.sif", "a.sif")
+    assert "\none\ntwo\n" in script
+    assert '#SBATCH --nice=3\n#SBATCH --comment="a b"\n#SBATCH --hold\n' in script
+
+
+_WITH_SECRET = """\
+from dataclasses import dataclass
+from stormo.config import option
+from tests.system.task import Options, Tiny
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Options):
+    hub_token: str = option("", "of the hub")
+
+class Mine(Tiny):
+    Options = Options
+"""
+
+
+def test_a_secret_is_not_written_to_the_script(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(_WITH_SECRET)
+    Path("a.toml").write_text('[task_options]\nhub_token = "hf_mine"\n')
+    command = ["submit", "mine.py", "--device", "cpu"]
+    for words in (["--task.hub-token", "hf_mine"], ["--config", "a.toml"]):
+        assert main([*command, *words]) == 2
+        assert capsys.readouterr().err == (
+            "stormo: --task.hub-token was set for a job that is submitted, but secrets are not written to files, and "
+            "the script of the job would hold it; leave it out, and let the task read it from a file or an environment "
+            "variable.\n"
+        )
+    assert slurm.called() == []
+    assert _files() == ["a.toml", "bin", "mine.py"]
+    assert main([*command, "--task.hub-token=", "--print"]) == 0
 
 
 def test_every_setting_that_is_given_is_told_to_the_training_and_nothing_else(
@@ -172,6 +214,10 @@ def test_every_setting_that_is_given_is_told_to_the_training_and_nothing_else(
         (["--apptainer", "no.sif"], "--apptainer no.sif was set, but there is no such file"),
         (["--apptainer-bind", "/data"], "--apptainer-bind /data was set, but there is no image that could see it"),
         (["--sbatch", "--nodes=3"], "--nodes is set by --num-nodes"),
+        (["--sbatch", "--comment='a\"b'"], "but a line of an sbatch script holds no such text; leave out line ends"),
+        (["--sbatch", "--comment='a\n#SBATCH --mem=1'"], "but a line of an sbatch script holds no such text; leave"),
+        (["--sbatch", "'--a\nb'"], "but a line of an sbatch script holds no such text; leave out line ends"),
+        (["--sbatch"], "argument --sbatch: expected one argument"),
         (["--setup-file", "bin"], "--setup-file bin was set, but it cannot be read (Is a directory); name a file of"),
         (["--setup-file", sys.executable], "was set, but it cannot be read (it is no text in UTF-8); name a file of"),
         (["--log", "bin"], "--log bin was set, but that is a folder; name a file in it"),
