@@ -10,13 +10,13 @@ from typing import Any, TypedDict
 import pytest
 
 from stormo.config.toml import require_secrets
-from stormo.energy.node_file import LineFile
 from stormo.errors import SettingError
 from stormo.system.files import (
     MASK,
     MAX_LINE_BYTES,
     BadFileError,
     Fields,
+    LineFile,
     create,
     fits,
     is_secret_name,

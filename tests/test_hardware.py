@@ -107,9 +107,11 @@ def test_number_formats_follow_the_compute_capability() -> None:
         ("NVIDIA H200", "H200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA A100-SXM4-40GB", "A100"),
         ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-PCIE-32GB", "V100 PCIE"),
         ("Tesla T4", "T4"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L40", None),  # not the L4, nor the L40S

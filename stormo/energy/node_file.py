@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any, TypedDict
 
-from stormo.system.files import BadFileError, Fields, open_to_append, parse_json, whole_lines_bytes, write_all
+from stormo.system.files import BadFileError, Fields, parse_json
 from stormo.system.files import read_lines as lines_in
 
 PHASES = ("starting", "training", "validation", "checkpoint", "idle")
@@ -254,42 +252,3 @@ class _Reader:
         if self._unattributed or not self._has_trained:
             self._waited_s = waited_s
         self._unattributed = []
-
-
-class LineFile:
-    """A file of JSON lines with one writer, opened with the first lines."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: FileIO | None = None
-        self._size_bytes: int | None = None  # of the lines that were written whole
-
-    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write the lines; after an `OSError` none of them is written, and they may be appended again."""
-        # Whatever a sensor gives is written, as text if need be.
-        data = b"".join(json.dumps(line, allow_nan=False, default=str).encode() + b"\n" for line in lines)
-        try:
-            if self._file is None:
-                self._file = self._open()
-            write_all(self._file, data)
-        except OSError:
-            self.close()
-            raise
-        self._size_bytes = (self._size_bytes or 0) + len(data)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> FileIO:
-        opened = open_to_append(self.path)
-        try:
-            if self._size_bytes is None:
-                self._size_bytes = whole_lines_bytes(opened)
-            opened.truncate(self._size_bytes)
-        except OSError:
-            opened.close()
-            raise
-        return opened

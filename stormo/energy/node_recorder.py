@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stormo.energy.meter import Meter, Window
-from stormo.energy.node_file import PHASES, LineFile
-from stormo.system.files import make_folder
+from stormo.energy.node_file import PHASES
+from stormo.system.files import LineFile, make_folder
 from stormo.telemetry.folder import to_json
 
 _POWER_SPAN_S = 3.0
@@ -268,32 +268,11 @@ class NodeRecorder:
         self.failure = self.failure or text
 
 
-class NoNodeRecorder:
-    """The null object of workers that write no file."""
+class NoNodeRecorder(NodeRecorder):
+    """For workers that write no file: it has no sources, and no file is attached."""
 
-    failure: str | None = None
-    latest_sample: Mapping[str, Any] | None = None
-    power_w: float | None = None
+    def __init__(self) -> None:
+        super().__init__(Meter([], machine="", background=False), None, 0, "", background=False)
 
     def attach(self, path: Path, resumed_at_step: int | None, step: int) -> None:
-        """Do nothing."""
-
-    def enter(self, phase: str, step: int, waiting_s: Mapping[str, float | None] | None = None) -> None:
-        """Do nothing."""
-
-    def advance(self, step: int, waiting_s: Mapping[str, float | None] | None = None) -> None:
-        """Do nothing."""
-
-    def rolled_back(self, to_step: int) -> None:
-        """Do nothing."""
-
-    def mark(self) -> Mark | None:
-        """None."""
-        return None
-
-    def between(self, begin: Mark | None, end: Mark | None) -> Window | None:
-        """None."""
-        return None
-
-    def close(self) -> None:
         """Do nothing."""

@@ -81,4 +81,4 @@ def joules_text(joules: float) -> str:
 
 def rounded(value: float) -> str:
     """To three digits, or whole."""
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from stormo.layers import norm_kernels
 from stormo.layers.kernel_calls import launch, on_device
 from stormo.layers.norm_act import add_residual
-from stormo.layers.norm_tiles import FINISH, Matrix, tile_for
+from stormo.layers.norm_tiles import FINISH, TILES, Matrix
 from stormo.layers.sync_batch_norm import Reduce, unpack_moments, update_running
 
 
@@ -59,7 +59,7 @@ class _Options:
 
 
 def _partial_statistics(x: Tensor, matrix: Matrix) -> Tensor:
-    tile = tile_for("statistics", matrix.num_channels)
+    tile = TILES["statistics"]
     grid = matrix.reduce_grid(tile)
     partials = torch.empty(2, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device)
     launch(norm_kernels.statistics_kernel, grid, x, partials, matrix.num_rows, matrix.num_channels, **tile.reduction)
@@ -138,7 +138,7 @@ class _FusedNormAct(torch.autograd.Function):
                     **FINISH,
                 )
             y = torch.empty_like(x)
-            tile = tile_for("apply", matrix.num_channels)
+            tile = TILES["apply"]
             grid, tiles_each = matrix.stream_grid(tile)
             launch(
                 norm_kernels.apply_kernel,
@@ -177,7 +177,7 @@ class _FusedNormAct(torch.autograd.Function):
         grad_residual_bias = torch.empty_like(bias) if has_bias_grad else None
         means = torch.empty(2, matrix.num_channels, dtype=torch.float32, device=x.device)
         with on_device(x):
-            tile = tile_for("gradient_sums", matrix.num_channels)
+            tile = TILES["gradient_sums"]
             grid = matrix.reduce_grid(tile)
             partials = torch.empty(
                 2 + has_bias_grad, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device
@@ -225,7 +225,7 @@ class _FusedNormAct(torch.autograd.Function):
                 means.zero_()  # these samples moved no statistic, so no gradient comes back that way
             if ctx.needs_input_grad[0]:
                 grad_x = torch.empty_like(x)
-                tile = tile_for("input_gradient", matrix.num_channels)
+                tile = TILES["input_gradient"]
                 grid, tiles_each = matrix.stream_grid(tile)
                 launch(
                     norm_kernels.input_gradient_kernel,

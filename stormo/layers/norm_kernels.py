@@ -160,8 +160,6 @@ def apply_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
 ) -> None:
     channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channels < num_channels
@@ -182,9 +180,9 @@ def apply_kernel(
         first_row = (num_tiles - 1 - tile) * BLOCK_ROWS
         start = tl.cast(first_row, tl.int64) * num_channels
         mask = ((first_row + tl.arange(0, BLOCK_ROWS)) < num_rows)[:, None] & valid[None, :]
-        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0, eviction_policy=LOADS).to(tl.float32)
+        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
         if RESIDUAL:
-            residual = tl.load(residual_ptr + start + offsets, mask=mask, other=0.0, eviction_policy=LOADS)
+            residual = tl.load(residual_ptr + start + offsets, mask=mask, other=0.0)
         y = (x - mean) * scale + bias
         y = tl.where(y <= floor, floor, y)  # NaN passes, as through torch's ReLU
         if DROPOUT:
@@ -194,7 +192,7 @@ def apply_kernel(
             y += residual.to(tl.float32)
         if residual_bias_ptr is not None:
             y += residual_bias
-        tl.store(y_ptr + start + offsets, y, mask=mask, eviction_policy=STORES)
+        tl.store(y_ptr + start + offsets, y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "threshold"])
@@ -307,8 +305,6 @@ def input_gradient_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
 ) -> None:
     channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channels < num_channels
@@ -329,12 +325,12 @@ def input_gradient_kernel(
         first_row = (num_tiles - 1 - tile) * BLOCK_ROWS  # last to first, as in apply_kernel
         start = tl.cast(first_row, tl.int64) * num_channels
         mask = ((first_row + tl.arange(0, BLOCK_ROWS)) < num_rows)[:, None] & valid[None, :]
-        grad = tl.load(grad_ptr + start + offsets, mask=mask, other=0.0, eviction_policy=LOADS).to(tl.float32)
-        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0, eviction_policy=LOADS).to(tl.float32)
+        grad = tl.load(grad_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
         centred = x - mean
         grad = tl.where(centred * scale + bias <= floor, 0.0, grad)
         if DROPOUT:
             keep = _keep_mask(first_row, tl.program_id(0), seed, threshold, BLOCK_ROWS, BLOCK_CHANNELS)
             grad = tl.where(keep, grad, 0.0)
         value = grad * grad_scale - constant - centred * slope
-        tl.store(out_ptr + start + offsets, value, mask=mask, eviction_policy=STORES)
+        tl.store(out_ptr + start + offsets, value, mask=mask)

@@ -5,8 +5,8 @@ Nothing here depends on triton.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -19,67 +19,44 @@ _MAX_GRID = 2**15  # CUDA's limit on a grid's second dimension is 65535
 FINISH: dict[str, Any] = {"BLOCK_PARTIALS": 256, "BLOCK_CHANNELS": 8, "num_warps": 4}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """The part of the matrix that one program handles at a time, and how."""
 
     block_rows: int
     block_channels: int
-    num_warps: int
     programs_per_sm: int
-    num_stages: int = 1  # tiles in flight at a time through shared memory; 1 is through registers only
-    load_policy: str = ""  # cache hint on operands that are read for the last time: "evict_first" or none
-    store_policy: str = ""
+    num_warps: int = 4
+    num_stages: int = 3  # tiles in flight at a time through shared memory; 1 is through registers only
 
-    @property
-    def reduction(self) -> dict[str, Any]:
-        """The settings of a kernel that sums over rows."""
-        return _reduction_settings(self)
-
-    @property
+    @cached_property
     def stream(self) -> dict[str, Any]:
         """The settings of a kernel that writes a value an element."""
-        return _stream_settings(self)
+        return {
+            "BLOCK_ROWS": self.block_rows,
+            "BLOCK_CHANNELS": self.block_channels,
+            "STAGES": self.num_stages,
+            "num_warps": self.num_warps,
+        }
 
-
-def _shape_settings(tile: Tile) -> dict[str, Any]:
-    return {
-        "BLOCK_ROWS": tile.block_rows,
-        "BLOCK_CHANNELS": tile.block_channels,
-        "STAGES": tile.num_stages,
-        "num_warps": tile.num_warps,
-    }
-
-
-@functools.cache
-def _reduction_settings(tile: Tile) -> dict[str, Any]:
-    # In bf16 a thread reads 16 bytes, 8 channels, so a load instruction covers so many rows: rows this far apart belong
-    # to one thread and are summed in its registers. In fp32 it is two loads.
-    kept = tile.num_warps * 32 * 8 // tile.block_channels
-    return {**_shape_settings(tile), "ROWS_KEPT": min(max(kept, 1), tile.block_rows)}
-
-
-@functools.cache
-def _stream_settings(tile: Tile) -> dict[str, Any]:
-    return {**_shape_settings(tile), "LOADS": tile.load_policy, "STORES": tile.store_policy}
+    @cached_property
+    def reduction(self) -> dict[str, Any]:
+        """The settings of a kernel that sums over rows."""
+        # In bf16 a thread reads 16 bytes, 8 channels, so a load instruction covers so many rows: rows this far apart
+        # belong to one thread and are summed in its registers. In fp32 it is two loads.
+        kept = self.num_warps * 32 * 8 // self.block_channels
+        return {**self.stream, "ROWS_KEPT": min(max(kept, 1), self.block_rows)}
 
 
 # In bf16 a thread reads 16 bytes. Widths of 32 and 64 divide the usual channel counts, so no lane idles; three tiles in
 # flight hide the latency of memory. Sums are made in one wave of programs, without a tail; element-wise programs come
 # in a few waves, which the hardware balances.
-# A kernel may have several tiles, the wider first: a layer takes the first whose width divides its channels.
-TILES: dict[str, tuple[Tile, ...]] = {
-    "statistics": (Tile(block_rows=128, block_channels=32, num_warps=4, programs_per_sm=4, num_stages=3),),
-    "apply": (Tile(block_rows=64, block_channels=64, num_warps=4, programs_per_sm=32, num_stages=3),),
-    "gradient_sums": (Tile(block_rows=32, block_channels=64, num_warps=4, programs_per_sm=4, num_stages=3),),
-    "input_gradient": (Tile(block_rows=32, block_channels=64, num_warps=4, programs_per_sm=32, num_stages=3),),
+TILES = {
+    "statistics": Tile(block_rows=128, block_channels=32, programs_per_sm=4),
+    "apply": Tile(block_rows=64, block_channels=64, programs_per_sm=32),
+    "gradient_sums": Tile(block_rows=32, block_channels=64, programs_per_sm=4),
+    "input_gradient": Tile(block_rows=32, block_channels=64, programs_per_sm=32),
 }
-
-
-def tile_for(kernel: str, num_channels: int) -> Tile:
-    """The tile of a kernel for a number of channels."""
-    tiles = TILES[kernel]
-    return next((tile for tile in tiles if num_channels % tile.block_channels == 0), tiles[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

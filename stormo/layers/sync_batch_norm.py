@@ -33,6 +33,30 @@ class SynchronisedNorm:
     reduce: Reduce | None = None
     absent: bool = False  # this rank's samples are padding: they count in no statistic
 
+    def __copy__(self) -> Self:
+        return self._copied(dict(vars(self)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.reduce)] = self.reduce  # a copy of the model has the same ranks
+        twin = memo[id(self)] = self._copied({})
+        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[attr-defined]
+        vars(twin).pop("absent", None)  # nobody would reset it on a copy
+        return twin
+
+    def _copied(self, state: dict[str, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        vars(twin).update(state)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle without the ranks, which a reader does not have, and a batch norm of torch as what it was."""
+        parts: Any = super().__reduce_ex__(max(protocol, 2))  # in the form that torch.load(weights_only=True) takes
+        make, arguments, state, *rest = parts
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name not in ("reduce", "absent")}
+        plain = getattr(self, "plain", type(self))
+        return make, tuple(plain if one is type(self) else one for one in arguments), state, *rest
+
 
 class LocalNorm:
     """A normalisation layer whose statistics stay those of this rank."""
@@ -190,29 +214,6 @@ class SyncBatchNorm(BatchNormBase, SynchronisedNorm):
             self.absent,
         )
         return normalised
-
-    def __copy__(self) -> Self:
-        return self._copied(dict(vars(self)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.reduce)] = self.reduce  # a copy of the model has the same ranks
-        twin = memo[id(self)] = self._copied({})
-        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
-        twin.absent = False  # nobody would reset it on a copy
-        return twin
-
-    def _copied(self, state: dict[str, Any]) -> Self:
-        twin = type(self).__new__(type(self))
-        vars(twin).update(state)
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the plain layer: a reader has neither these ranks nor, maybe, this package."""
-        parts: Any = super().__reduce_ex__(max(protocol, 2))  # in the form that torch.load(weights_only=True) takes
-        make, arguments, state, *rest = parts
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name not in ("reduce", "absent")}
-        return make, tuple(self.plain if one is type(self) else one for one in arguments), state, *rest
 
 
 @functools.cache

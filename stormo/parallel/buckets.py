@@ -183,13 +183,18 @@ def make_buckets(
     return full + list(filling.values())
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if is_lazy(parameter):
+def require_shape(name: str, tensor: Tensor) -> None:
+    """Refuse a lazy layer's parameter or buffer before its first call."""
+    if is_lazy(tensor):
         raise SettingError(
-            f"the parameter {name} has no shape yet",
+            f"{name} has no shape yet",
             "the workers must agree on it",
             "call the model on a batch once before stormo gets it",
         )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    require_shape(f"the parameter {name}", parameter)
     if parameter.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise SettingError(

@@ -15,7 +15,6 @@ from torch.profiler import record_function
 
 from stormo.errors import SettingError
 
-NAMES = ("input", "forward+backward", "exchange", "optimizer", "validation", "checkpoint")
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 

@@ -21,7 +21,7 @@ from stormo.energy.meter import Window
 from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder
 from stormo.energy.summary import SMALLEST_SHOWN_SHARE, amount_text, rounded
 from stormo.errors import pluralize
-from stormo.training.clock import AnyNodeRecorder, gpus_by_node
+from stormo.training.clock import gpus_by_node
 
 _LAST_READINGS_S = 5.0  # the other nodes end when rank 0 does, or are not waited for
 
@@ -61,7 +61,7 @@ class Energy:
 class StartRecorder:
     """The energy of this start, counted in the folder that it first saves to."""
 
-    def __init__(self, recorder: AnyNodeRecorder, node_id: int | str) -> None:
+    def __init__(self, recorder: NodeRecorder, node_id: int | str) -> None:
         self._recorder = recorder
         self._node_id = node_id
         self._loaded: dict[Path, int] = {}  # folder -> the step that was loaded

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.layers.sync_batch_norm import LocalNorm, convert_sync_batch_norm, synchronised_norms
-from stormo.parallel.buckets import is_summed
+from stormo.parallel.buckets import is_summed, require_shape
 from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.pytree import tree_map_only
 from stormo.script.collective_check import batch_norm_site, call_site
@@ -51,6 +51,8 @@ def wrap(
         _check_separate(models)
     _forget_unused(loop)
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        require_shape(name, tensor)
     _check_new(model.parameters(), parts, loop.groups)
     is_sharded = _IS_SHARDED[strategy] and loop.world.size > 1
     for each in models if not is_sharded else ():  # shards move block by block

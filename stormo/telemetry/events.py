@@ -5,25 +5,19 @@ A resumed run appends to the same file; `current_events` drops what the resume m
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import time
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from stormo.system.files import (
-    MAX_LINE_BYTES,
     BadFileError,
     Fields,
-    open_to_append,
+    LineFile,
     parse_json,
     read_lines,
-    whole_lines_bytes,
-    write_all,
 )
 from stormo.telemetry.folder import SUMMARY, RunFolder, name_in_errors, to_json, write_json
 from stormo.telemetry.record import (
@@ -78,8 +72,8 @@ class EventFile:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._clock = clock
-        self._file = open_to_append(folder.events)
-        _repair_last_line(self._file)
+        self._file = LineFile(folder.events)
+        self._file.append([])  # a file that cannot be written is refused before the training
 
     def write(self, record: Record) -> None:
         """Append one record; validation progress is not kept, and node samples are in the file of their node."""
@@ -90,13 +84,10 @@ class EventFile:
             self._folder.summary.unlink(missing_ok=True)
         fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
         event = {"event": _event_name(type(record)), "time_unix_s": self._clock(), **fields}
-        line = json.dumps(to_json(event), allow_nan=False).encode() + b"\n"
         with name_in_errors(self._folder.events):
-            # A line handed to the kernel survives a kill of this process. No fsync per line: on a busy parallel file
+            # A line handed to the kernel survives a kill of this process. No sync per line: on a busy parallel file
             # system it can take seconds, and every worker would wait.
-            write_all(self._file, line)
-            if isinstance(record, RunEnded):
-                os.fsync(self._file.fileno())
+            self._file.append([to_json(event)], sync=isinstance(record, RunEnded))
         if isinstance(record, RunEnded):
             write_json(self._folder.summary, record.summary)
 
@@ -157,20 +148,3 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     if event["event"] == "run_ended":
         SUMMARY.check(event.get("summary") or {})
     return event
-
-
-def _repair_last_line(file: FileIO) -> None:
-    """Remove an incomplete last line, so that the next record starts on a new line."""
-    size_bytes = file.seek(0, os.SEEK_END)
-    begin = whole_lines_bytes(file)
-    if begin == size_bytes:
-        return
-    file.seek(begin)
-    try:
-        is_event = size_bytes - begin <= MAX_LINE_BYTES and parse_event(file.read()) is not None
-    except ValueError:
-        is_event = False
-    if is_event:  # only the line end is missing
-        file.write(b"\n")
-    else:
-        file.truncate(begin)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from stormo.system.files import Fields, create, open_to_read, read_object, temporary_name, write_all
+from stormo.system.files import Fields, create, open_to_read, read_object, sync_folder, temporary_name, write_all
 
 
 def to_json(value: Any) -> Any:
@@ -55,11 +55,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder_fd = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder_fd)  # makes the rename itself durable
-    finally:
-        os.close(folder_fd)
+    sync_folder(path.parent)
 
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{1,20})", flags=re.ASCII)

@@ -24,7 +24,6 @@ from stormo.parallel.base import Strategy
 from stormo.system.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.training.state import Progress
 
-AnyNodeRecorder = NodeRecorder | NoNodeRecorder
 _UNKNOWN = -1.0  # in a row of figures, where no figure is negative
 
 
@@ -66,7 +65,7 @@ class TrainingClock:
     """Runs while the model trains; stands still for validation and checkpoints."""
 
     def __init__(
-        self, world: World, loader: Loader, progress: Progress, strategy: Strategy, node_recorder: AnyNodeRecorder
+        self, world: World, loader: Loader, progress: Progress, strategy: Strategy, node_recorder: NodeRecorder
     ) -> None:
         self._world = world
         self._loader = loader
@@ -181,7 +180,7 @@ class TrainingClock:
         return used, None if self._memory is None else reserved
 
 
-def open_node_recorder(world: World, *, devices_per_worker: int, is_on: bool) -> AnyNodeRecorder:
+def open_node_recorder(world: World, *, devices_per_worker: int, is_on: bool) -> NodeRecorder:
     """A recorder in one rank of each node, and one that does nothing in the others. All ranks call it."""
     if not is_on:
         return NoNodeRecorder()

@@ -15,7 +15,7 @@ from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
 from stormo.data.loaders import Loader
 from stormo.distributed.world import AsyncAllReduce, World
-from stormo.energy.node_recorder import steady_unix_s
+from stormo.energy.node_recorder import NodeRecorder, steady_unix_s
 from stormo.errors import pluralize
 from stormo.optim.schedule import Schedule
 from stormo.profiling.ranges import range_of
@@ -25,7 +25,7 @@ from stormo.tasks.task import Context, Task
 from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.media import log_value
 from stormo.telemetry.record import EpochDone, NodeSampled, Notice, Record, StepDone, ValidationProgress
-from stormo.training.clock import AnyNodeRecorder, TrainingClock
+from stormo.training.clock import TrainingClock
 from stormo.training.divergence import Diverged, LossMonitor, patience_steps
 from stormo.training.state import RunState
 from stormo.training.validation import Validation, metrics_or_signal
@@ -48,7 +48,7 @@ class RunContext:
     record: Callable[[Record], None]  # does nothing except on rank 0
     save: Callable[[float | None], None]  # publishes a checkpoint; its argument is the metric that ranks it
     heartbeat: Callable[[int], None]
-    node_recorder: AnyNodeRecorder
+    node_recorder: NodeRecorder
     profile: ProfileWindow
     run_folder: Path = Path()  # where pictures that are logged go
     roll_back: Callable[[Diverged], bool] = lambda diverged: False  # to a good checkpoint, where that is set

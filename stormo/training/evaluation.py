@@ -46,7 +46,7 @@ def evaluate(
     """
     share_cores(rank_info)
     device = device_of(layout.device_type, rank_info, store, may_share=layout.backend == "gloo")
-    with stop_flag(announces=rank_info.launcher == "alone", is_last=True) as flag:
+    with stop_flag(announces=rank_info.launcher == "alone") as flag:
         timeout_s = config.workers.timeout
         world = World(rank_info, device, store=store, backend=layout.backend, timeout_s=timeout_s, mesh=layout.mesh)
         with world.once_per_node() as is_fetcher:

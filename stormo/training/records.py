@@ -19,6 +19,7 @@ from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
 from stormo.config.toml import to_toml
 from stormo.distributed.world import World
+from stormo.energy.node_recorder import NodeRecorder
 from stormo.energy.summary import energy_sentence
 from stormo.errors import StormoError, pluralize
 from stormo.launch.environments.torchrun import launch_id
@@ -34,7 +35,6 @@ from stormo.telemetry.runs_folder import forget_launch, note_launch
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
 from stormo.telemetry.trackers import RunSinks, asked_trackers
-from stormo.training.clock import AnyNodeRecorder
 from stormo.training.run_folder import lock_folder, open_folder, remove_unbegun, torch_environment
 from stormo.training.state import Progress, RunState
 from stormo.training.summary import make_summary, pipeline_sentence, staleness_sentence
@@ -50,7 +50,7 @@ class RunRecorder:
         world: World,
         state: RunState,
         setup_times: SetupTimer,
-        node_recorder: AnyNodeRecorder,
+        node_recorder: NodeRecorder,
     ) -> None:
         self.node_recorder = node_recorder
         self._config = config

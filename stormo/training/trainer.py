@@ -71,7 +71,7 @@ def run_worker(
     setup_times.done("imports")
     share_cores(rank_info)
     bound = _bind(config, layout, rank_info)
-    with stop_flag(announces=rank_info.launcher == "alone", is_last=True) as flag, ExitStack() as resources:
+    with stop_flag(announces=rank_info.launcher == "alone") as flag, ExitStack() as resources:
         trainer = Trainer(config, reporter, flag, setup_times, resources, bound)
         try:
             trainer.setup(layout, task, rank_info, store)

@@ -14,10 +14,9 @@ from stormo.cli import main
 from stormo.commands import new
 from stormo.commands.monitor import COLUMNS, make_parser
 from stormo.config.schema import OPTIMIZER_DEFAULTS
-from stormo.parallel.pipeline.schedules import pipeline_order, simulate
 from stormo.telemetry.prometheus import METRICS
 from tests.docs.pages import DOCS, ROOT, check_plan, check_shown, read
-from tests.parallel.pipeline.test_schedules import as_text
+from tests.parallel.pipeline.simulation import as_text, pipeline_order, simulate
 
 README, STRATEGIES, MONITOR = ROOT / "README.md", DOCS / "strategies.md", DOCS / "monitor.md"
 BEHIND_A_DRY_RUN = r"```console\n\$ stormo (train [^\n]*--dry-run)\n```\n\n```\n(.*?)\n```"

@@ -82,7 +82,7 @@ class Job:
     def path(self, node: int) -> Path:
         return self.run_folder / "nodes" / f"{node}.jsonl"
 
-    def recorder(self, node: int, local_rank: int = 0) -> NodeRecorder | NoNodeRecorder:
+    def recorder(self, node: int, local_rank: int = 0) -> NodeRecorder:
         if local_rank > 0:
             return NoNodeRecorder()
         meter = Meter(
@@ -126,8 +126,7 @@ class Job:
                 self.clock.now_s = min(self.clock.now_s + 1.0, end_s)
                 for worker in workers:
                     worker.advance(step if self.clock.now_s == end_s else first_step)
-                    if isinstance(worker, NodeRecorder):
-                        worker.tick()
+                    worker.tick()
             first_step = step
         sizes_bytes = {place: place.stat().st_size for place in places}
         for worker in workers:

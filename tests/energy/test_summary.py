@@ -49,11 +49,13 @@ def test_nothing_measured_gives_the_reason(tmp_path: Path) -> None:
 
 
 def test_joules_have_the_prefix_that_suits_them() -> None:
-    assert [joules_text(value) for value in (0.0, 0.25, 999.0, 1e3, 2.5e6, 7.2e12)] == [
+    assert [joules_text(value) for value in (0.0, 0.25, 999.0, 999.7, 1e3, 999_600.0, 2.5e6, 7.2e12)] == [
         "0 J",
         "0.25 J",
         "999 J",
+        "1,000 J",
         "1 kJ",
+        "1,000 kJ",
         "2.5 MJ",
         "7,200 GJ",
     ]

@@ -149,17 +149,9 @@ def test_interpreted_tile_shapes_change_neither_results_nor_masks(monkeypatch: p
     torch.manual_seed(5)
     expected = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
     for width, num_stages in ((16, 1), (64, 3)):
-        tile = Tile(
-            block_rows=64,
-            block_channels=width,
-            num_warps=8,
-            programs_per_sm=32,
-            num_stages=num_stages,
-            load_policy="evict_first",
-            store_policy="evict_first",
-        )
+        tile = Tile(block_rows=64, block_channels=width, num_warps=8, programs_per_sm=32, num_stages=num_stages)
         for name in TILES:
-            monkeypatch.setitem(TILES, name, (tile,))
+            monkeypatch.setitem(TILES, name, tile)
         torch.manual_seed(5)
         actual = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
         _assert_close(actual, expected, 2e-3)

@@ -109,7 +109,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_no_device")
 def test_calls_with_one_key_are_one_kernel_to_triton() -> None:
     from stormo.layers.norm_kernels import apply_kernel
-    from stormo.layers.norm_tiles import tile_for
+    from stormo.layers.norm_tiles import TILES
 
     vectors = torch.zeros(3, 640)
     kernels: dict[Any, set[int]] = {}
@@ -131,7 +131,7 @@ def test_calls_with_one_key_are_one_kernel_to_triton() -> None:
             *(num_rows, num_channels, tiles_each, momentum),
             *(torch.zeros(1, dtype=torch.int64) if dropout else None, 655 if dropout else 0, 1.0),
         )
-        settings = {"DROPOUT": dropout, "RESIDUAL": True, **tile_for("apply", num_channels).stream}
+        settings = {"DROPOUT": dropout, "RESIDUAL": True, **TILES["apply"].stream}
         compiled = apply_kernel.warmup(*operands, grid=(1,), **settings)
         alive.append(compiled)  # an identity is unique among the living
         kernels.setdefault(call_key(apply_kernel, operands, settings), set()).add(id(compiled))

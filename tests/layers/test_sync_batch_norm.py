@@ -265,7 +265,7 @@ def test_a_copy_has_the_same_ranks_and_what_is_read_from_a_file_has_none() -> No
         with lock:  # which can be neither copied nor pickled
             sums.append(vector)
 
-    model = nn.Sequential(nn.BatchNorm2d(3), _Tagged(3, "mine"), nn.BatchNorm2d(3).eval())
+    model = nn.Sequential(nn.BatchNorm2d(3), _Tagged(3, "mine"), nn.BatchNorm2d(3).eval(), NormAct(3))
     alone = deepcopy(model)
     convert_sync_batch_norm(model, functools.partial(reduce))
     x = torch.randn(4, 3, 2, 2)
@@ -277,14 +277,14 @@ def test_a_copy_has_the_same_ranks_and_what_is_read_from_a_file_has_none() -> No
     assert shallow.weight is model[0].weight
     copied(x)
     shallow(x)
-    assert len(sums) == 3
+    assert len(sums) == 4
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         read = pickle.loads(pickle.dumps(model, protocol))
-        assert [type(layer) for layer in read] == [nn.BatchNorm2d, _Tagged, nn.BatchNorm2d]
-        assert [layer.training for layer in read] == [True, True, False]
+        assert [type(layer) for layer in read] == [nn.BatchNorm2d, _Tagged, nn.BatchNorm2d, NormAct]
+        assert [layer.training for layer in read] == [True, True, False, True]
         assert all(vars(one).keys() == vars(other).keys() for one, other in zip(read, alone, strict=True))
         torch.testing.assert_close(read(x), deepcopy(alone)(x))
-    assert len(sums) == 3
+    assert len(sums) == 4
     assert isinstance(model[0], SyncBatchNorm)  # pickling has left it alone
     model[0].__class__ = nn.BatchNorm2d
     assert type(model[0]) is nn.BatchNorm2d

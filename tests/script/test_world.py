@@ -755,6 +755,22 @@ def test_workers_that_would_send_gradients_in_other_bits_are_refused(run_ranks: 
         assert "world.wrap(compress='bf16'," in sentence
 
 
+def _wrap_lazy(workers: Workers) -> list[str]:
+    found = []
+    for layer in (nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)):
+        with pytest.raises(SettingError) as refused:
+            world_of(workers).wrap(nn.Sequential(layer))
+        found.append(str(refused.value))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_lazy_layers_are_refused_before_their_first_call(run_ranks: Ranks, size: int) -> None:
+    for parameter, buffer in run_ranks(_wrap_lazy, size):
+        assert parameter.startswith("0.weight has no shape yet, but")
+        assert buffer.startswith("0.running_mean has no shape yet, but")
+
+
 def _twins(workers: Workers | None, first: str, compress: tuple[Any, Any]) -> Weights:
     """Two models of one size, wrapped by themselves; of some batches one worker has nothing, of others one model."""
     torch.set_default_dtype(torch.float64)
