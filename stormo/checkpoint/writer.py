@@ -327,6 +327,7 @@ class ShardWriter:
         self._rank = rank
         self._aliases = dict(shard.aliases)
         self._chunks = shard.chunks
+        assert len({chunk.key for chunk in shard.chunks}) == len(shard.chunks), "two chunks of one tensor"
         self._tensors = {chunk.key: chunk.tensor for chunk in shard.chunks if chunk.tensor.numel()}
         self._encoded = Encoded(self._tensors)
 

@@ -47,8 +47,9 @@ class Option:
     @property
     def flag(self) -> str:
         """The flag, `--batch-size` or, for a task's own option, `--task.width`."""
-        dashed = self.name.rstrip("_").replace("_", "-")  # from_ is --from
-        return f"--task.{dashed}" if self.section == "task" else f"--{dashed}"
+        if self.section == "task":
+            return f"--task.{self.name.replace('_', '-')}"
+        return f"--{self.name.rstrip('_').replace('_', '-')}"  # from_ is --from
 
     @property
     def key(self) -> str:

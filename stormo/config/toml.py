@@ -97,10 +97,11 @@ def refuse_secrets(config: TrainConfig, what: str, file: str) -> None:
     """Refuse a secret option of the task where the command line itself is written to a file."""
     for key, value in vars(config.task_options).items() if config.task_options is not None else ():
         if f"task.{key}" in config.given and masked(key, value) != value:
+            flag = f"--task.{key.replace('_', '-')}"
             raise SettingError(
-                f"--task.{key.replace('_', '-')} was set for {what}",
+                f"{flag} was set for {what}",
                 f"secrets are not written to files, and {file} would hold it",
-                "leave it out, and let the task read it from a file or an environment variable",
+                f"set it empty ({flag}=), and let the task read it from a file or an environment variable",
             )
 
 

@@ -75,11 +75,12 @@ def _add(found: Any, value: Any) -> None:
         found.update(f"{len(value)}[".encode())
         for item in value:
             _add(found, item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        _add(found, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
     else:
         try:
-            found.update(_bytes_of(value))
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                _add(found, {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)})
+            else:
+                found.update(_bytes_of(value))
         except Exception:  # any that torch, pickle or the value itself raises
             found.update(os.urandom(16))  # what cannot be compared counts as another sample
 

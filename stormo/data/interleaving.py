@@ -20,7 +20,15 @@ _END = object()
 
 
 class Interleaved(IterableDataset[Any], Generic[_File]):
-    """A stream over the samples of many files."""
+    """A stream over the samples of many files, which are read when they are needed.
+
+    Args:
+        files: in an order that is the same in every process, such as a sorted one.
+        read: gives the samples of one file, one after the other; a function at the top level of a file.
+        cycle: how many files are open at a time; each gives one sample before its turn comes again.
+        shuffle: take the files in another order in every round.
+        num_samples: of all files together, where it is known; otherwise --epoch-samples says what makes an epoch.
+    """
 
     def __init__(
         self,
@@ -31,15 +39,6 @@ class Interleaved(IterableDataset[Any], Generic[_File]):
         shuffle: bool = True,
         num_samples: int | None = None,
     ) -> None:
-        """Check the arguments; files are read later.
-
-        Args:
-            files: in an order that is the same in every process, such as a sorted one.
-            read: gives the samples of one file, one after the other; a function at the top level of a file.
-            cycle: how many files are open at a time; each gives one sample before its turn comes again.
-            shuffle: take the files in another order in every round.
-            num_samples: of all files together, where it is known; otherwise --epoch-samples says what makes an epoch.
-        """
         if isinstance(files, str | Iterator | Set):
             raise SettingError(
                 f"interleave() was given a {type(files).__name__}",

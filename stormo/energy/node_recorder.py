@@ -269,10 +269,13 @@ class NodeRecorder:
 
 
 class NoNodeRecorder(NodeRecorder):
-    """For workers that write no file: it has no sources, and no file is attached."""
+    """For workers that write no file: it has no sources and keeps nothing."""
 
     def __init__(self) -> None:
         super().__init__(Meter([], machine="", background=False), None, 0, "", background=False)
 
     def attach(self, path: Path, resumed_at_step: int | None, step: int) -> None:
         """Do nothing."""
+
+    def _add(self, line: dict[str, Any]) -> None:
+        pass

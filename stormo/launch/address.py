@@ -124,7 +124,7 @@ def _address_towards_others(master_addr: str, peer: str) -> str | None:
             own = address_towards(number)
             if own is not None and not is_loopback(own):
                 return own
-    found = [number for numbers in _own_addresses().values() for number in numbers if ":" not in number]
+    found = [numbers[0] for numbers in _own_addresses().values() if numbers and ":" not in numbers[0]]
     networks = [number for number in found if not is_loopback(number)]
     if len(networks) > 1:
         raise SettingError(

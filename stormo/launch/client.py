@@ -177,7 +177,7 @@ class Client(Control):
                 self._events.append(Go(payload=payload if isinstance(payload, dict) else {}))
             elif kind == "refuse":
                 code = EXIT_USAGE if exit_code_of(message) == EXIT_USAGE else EXIT_FAILURE
-                raise RefusedError(printable(str(message.get("sentence")), MAX_REFUSAL_CHARACTERS), code)
+                raise RefusedError(printable(str(message.get("sentence")), 2 * MAX_REFUSAL_CHARACTERS), code)
             elif kind == "failure":
                 failure = Failure.from_message(message)
                 if failure is not None:

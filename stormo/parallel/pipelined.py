@@ -210,7 +210,10 @@ class Pipelined(Sharded):
             "schedule": self._schedule,
             "num_stages": self._num_stages,
             "micro_batches": count,
-            "predicted_bubble": even_bubble(self._schedule, workers, count),
+            # Several stages a worker with fewer micro-batches than workers: there is no formula.
+            "predicted_bubble": even_bubble(self._schedule, workers, count)
+            if count >= workers or self._num_stages == workers
+            else None,
             "measured_bubble": idle_share(self.spans, workers),
             "spans": [list(span) for span in self.spans],
         }

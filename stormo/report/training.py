@@ -245,11 +245,12 @@ def _has_stages(history: History) -> bool:
 def _idle_text(one: _ScheduleRun) -> str:
     summary = one.summary
     sizes = f"{pluralize(summary['num_stages'], 'stage')} on {pluralize(one.num_workers, 'worker')}"
-    return (
-        f"The workers were idle for {format_share(summary['measured_bubble'])} of the time. The schedule "
-        f"{summary['schedule']} ({sizes}, {pluralize(summary['micro_batches'], 'micro-batch')}) leaves them idle for "
-        f"{format_share(summary['predicted_bubble'])} if all stages take equally long and sending takes no time."
-    )
+    text = f"The workers were idle for {format_share(summary['measured_bubble'])} of the time. "
+    text += f"The schedule is {summary['schedule']}, {sizes}, {pluralize(summary['micro_batches'], 'micro-batch')}"
+    if summary["predicted_bubble"] is None:
+        return f"{text}."
+    share = format_share(summary["predicted_bubble"])
+    return f"{text}: {share} would be idle if all stages took equally long and sending took no time."
 
 
 def _lanes(number: int, one: _ScheduleRun, *, is_comparison: bool) -> Lanes:

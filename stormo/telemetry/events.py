@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stormo.system.files import (
-    BadFileError,
-    Fields,
-    LineFile,
-    parse_json,
-    read_lines,
-)
+from stormo.system.files import BadFileError, Fields, LineFile, parse_json, read_lines
 from stormo.telemetry.folder import SUMMARY, RunFolder, name_in_errors, to_json, write_json
 from stormo.telemetry.record import (
     CheckpointSaved,

@@ -122,7 +122,9 @@ def pipeline_sentence(summary: Mapping[str, Any]) -> str | None:
     seen = summary["pipeline"]
     if seen is None:
         return None
+    predicted = seen["predicted_bubble"]
+    by_schedule = "" if predicted is None else f", {predicted:.0%} by the schedule"
     return (
-        f"Pipeline: its workers were idle for {seen['measured_bubble']:.0%} of a step, {seen['predicted_bubble']:.0%} "
-        f"by the schedule ({seen['schedule']}, {pluralize(seen['micro_batches'], 'micro-batch')})."
+        f"Pipeline: its workers were idle for {seen['measured_bubble']:.0%} of a step{by_schedule} "
+        f"({seen['schedule']}, {pluralize(seen['micro_batches'], 'micro-batch')})."
     )

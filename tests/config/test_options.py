@@ -688,3 +688,17 @@ def test_every_error_of_this_module_is_shown_without_a_traceback() -> None:
 def test_a_negative_number_is_a_value_also_of_a_tasks_option() -> None:
     config, _ = read_settings(["--task.width", "-1"])
     assert config.task_options.width == -1
+
+
+def test_an_option_of_a_task_may_end_in_an_underscore(tmp_path: Path) -> None:
+    file = tmp_path / "underscore.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom stormo.config import option\n"
+        "from tests.system.task import Options, Tiny\n"
+        '@dataclass(frozen=True, kw_only=True)\nclass More(Options):\n    lambda_: float = option(1.0, "a weight")\n'
+        "class Mine(Tiny):\n    Options = More\n"
+    )
+    config, _ = read_settings([str(file), "--task.lambda_", "2"])
+    assert config.task_options.lambda_ == 2.0
+    again, _ = read_settings([str(file), *options.as_flags({"task.lambda_": 3.0})])
+    assert again.task_options.lambda_ == 3.0

@@ -333,4 +333,4 @@ def test_a_recorder_without_a_file_measures_nothing_and_writes_nothing(tmp_path:
     none.rolled_back(0)
     none.close()
     assert (none.mark(), none.between(None, None), none.power_w, none.latest_sample, none.failure) == (None,) * 5
-    assert list(tmp_path.iterdir()) == []
+    assert (list(tmp_path.iterdir()), none._lines) == ([], [])

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.tasks.task import Task
 from tests.sharded_models import Plain, Words, assert_close, trained
 from tests.tiny_run import build, steps
-from tests.tiny_task import Tiny
+from tests.tiny_task import Tiny, points
 
 Ranks = Callable[..., list[Any]]
 SGD = {"momentum": 0.9, "nesterov": True}
@@ -102,6 +103,9 @@ def test_buffers_of_the_model_itself_are_where_they_are_used(run_ranks: Ranks) -
 class Masked(Plain):
     """Calls the model with a mask of 8 by 8, which a batch of 8 samples must not cut."""
 
+    def train_data(self) -> TensorData:
+        return points(72, seed=0)
+
     def model(self) -> nn.Module:
         return _Masked(self.options.width)
 
@@ -115,7 +119,7 @@ class _Masked(_Skips):
         return super().forward((x[:, None] + mask).tanh().mean(1)) + mask.sum(1)[:3]
 
 
-@pytest.mark.parametrize("global_batch_size", [8, 16])
+@pytest.mark.parametrize("global_batch_size", [8, 16, 64])  # the last batch of 64 has 8 samples, as a micro-batch
 def test_a_mask_that_is_as_long_as_the_batch_goes_whole_to_every_micro_batch(
     run_ranks: Ranks, global_batch_size: int
 ) -> None:

@@ -179,8 +179,8 @@ def test_a_secret_is_not_written_to_the_script(slurm: FakeSlurm, capsys: pytest.
         assert main([*command, *words]) == 2
         assert capsys.readouterr().err == (
             "stormo: --task.hub-token was set for a job that is submitted, but secrets are not written to files, and "
-            "the script of the job would hold it; leave it out, and let the task read it from a file or an environment "
-            "variable.\n"
+            "the script of the job would hold it; set it empty (--task.hub-token=), and let the task read it from a "
+            "file or an environment variable.\n"
         )
     assert slurm.called() == []
     assert _files() == ["a.toml", "bin", "mine.py"]

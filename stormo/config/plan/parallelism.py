@@ -11,7 +11,7 @@ from stormo.config.strategies import names
 from stormo.errors import SettingError, pluralize
 
 STAGES_PER_WORKER: Mapping[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
-# What a worker does for one micro-batch, in units of what it waits for each other worker.
+# w of the idle share (p - 1) / (w m + p - 1): two stages halve the wait, backwards in two parts cut it to a sixth.
 _WORK = {"interleaved": 2, "zero-bubble": 6}
 _MICRO_BATCHES_PER_STAGE = 4  # by default: the bubble of gpipe is below a fifth then
 _AVERAGING_STEPS = 16  # by default
@@ -82,7 +82,7 @@ def _check_sharded(config: TrainConfig, layout: Layout) -> None:
         raise SettingError(
             "--channels-last was set",
             f"strategy {layout.strategy} shards weights in their default layout"
-            + (", and on GPUs puts activations into channels last by itself" if by_itself else ""),
+            + (", and on GPUs puts activations into channels last by itself (not in fp64)" if by_itself else ""),
             "leave it out, or set --strategy ddp",
         )
 
