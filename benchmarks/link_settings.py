@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.command import aligned, data_folder, result_line
 from benchmarks.rank_pool import RankPool
-from benchmarks.slice_devices import Devices, cpu_processes, find_slices
+from benchmarks.slice_devices import Devices, cpu_processes, find_devices
 from benchmarks.strategy_worker import batches, build
 from stormo.config.link import CANDIDATES, Link, candidates
 from stormo.distributed.world import World
@@ -93,9 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
             "a link needs 2 workers, and a median a round and a step: set --workers 2, --rounds 1, --steps 1 or more"
         )
     data = data_folder(options.data_folder)
-    devices = find_slices() if options.device == "cuda" else cpu_processes(options.workers)
-    if len(devices) < options.workers:
-        print(f"stormo: {len(devices)} slices were found: cut a GPU with `stormo doctor --slices 7`", file=sys.stderr)
+    devices = find_devices() if options.device == "cuda" else cpu_processes(options.workers)
+    if devices.are_shared or len(devices) < options.workers:
+        print(f"stormo: {devices.machine} were found: cut a GPU with `stormo doctor --slices 7`", file=sys.stderr)
         return 2
     devices = devices.take(0, options.workers)
     settings: list[dict[str, str]] = [{}, *CANDIDATES]

@@ -296,6 +296,7 @@ class Resumed:
         command = train_command(
             *(*self._chain.task, *self._data, *_COMMON, *flags.split()),
             *("--device", devices.device, "--num-gpus", count),
+            *("--backend", "nccl" if devices.device == "cuda" else "gloo"),
             *("--runs-folder", str(self._folder), "--run-name", name),
         )
         return subprocess.Popen(

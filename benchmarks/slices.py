@@ -1,14 +1,15 @@
-"""Exactness and speed over real NCCL, on a machine whose GPU is cut into slices (MIG); run it as root.
+"""Exactness and speed over real NCCL, on a machine whose GPU is cut into slices (MIG).
 
-    stormo doctor --slices 7                        # cuts the GPU
+    stormo doctor --slices 7                        # cuts the GPU, as root
     python -m benchmarks.slices [--only exactness|speed] [--store]
 
 Each slice is a device of its own, with a rank of its own. NCCL talks over loopback sockets, as over a slow network: see
 docs/slices.md. Stage `exactness`: every strategy, product of axes and optimizer against one process
-(`benchmarks.slice_exactness`). Stage `speed`: the reference job beside hand-written loops, Accelerate and Lightning
-(`benchmarks.slice_speed`). Each takes about 9 minutes; --budget-s starts nothing that would end later. With
---store the figures go to benchmarks/results/slices.json; a stage that was not run keeps its stored ones. The last line
-is `RESULT workers=7 configurations=… max_relative_difference_fp64=… ddp_vs_plain_4=… …`, nan for what was not measured.
+(`benchmarks.slice_exactness`); on a GPU that is not cut, seven ranks share it. Stage `speed`, on slices alone: the
+reference job beside hand-written loops, Accelerate and Lightning (`benchmarks.slice_speed`). Each takes about 9
+minutes; --budget-s starts nothing that would end later. With --store the figures go to benchmarks/results/slices.json;
+a stage that was not run keeps its stored ones. The last line is `RESULT workers=7 configurations=…
+max_relative_difference_fp64=… ddp_vs_plain_4=… …`, nan for what was not measured.
 --device cpu --quick tries the benchmark itself on CPU processes; its figures mean nothing.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 
 from benchmarks import slice_exactness, slice_speed
 from benchmarks.command import data_folder, largest, result_line
-from benchmarks.slice_devices import Devices, cpu_processes, find_slices
+from benchmarks.slice_devices import Devices, cpu_processes, find_devices
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "benchmarks" / "results" / "slices.json"
@@ -39,10 +40,11 @@ _EXACTNESS = FIGURES[:3]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages, print the figures and store them."""
     options = _options(arguments)
-    devices = cpu_processes(options.workers) if options.device == "cpu" else find_slices()
-    if len(devices) < (2 if options.quick else LEAST):
+    devices = cpu_processes(options.workers) if options.device == "cpu" else find_devices(LEAST)
+    is_speed_of_turns = options.only != "exactness" and devices.are_shared
+    if is_speed_of_turns or len(devices) < (2 if options.quick else LEAST):
         print(
-            f"stormo: {len(devices)} slices of a GPU were found and this benchmark needs {LEAST}: cut one with "
+            f"stormo: {devices.machine} were found and this benchmark needs {LEAST} slices of a GPU: cut one with "
             "`stormo doctor --slices 7` as root, or `nvidia-smi -i 0 -mig 1; nvidia-smi mig -i 0 "
             "-cgi 19,19,19,19,19,19,19 -C`.",
             file=sys.stderr,

@@ -56,10 +56,10 @@ class Built:
 
 def build(world: World, task: Task, flags: Flags, change: Callable[[Strategy], None] | None = None) -> Built:
     """A strategy with the initial model of a single process; `change` is called before the first step."""
-    given = {"device": world.device.type, "num_gpus": world.size, "warmup_epochs": 0.0, **flags}
+    backend = "nccl" if world.device.type == "cuda" else "gloo"  # each rank sees its own GPU alone
+    given = {"device": world.device.type, "backend": backend, "num_gpus": world.size, "warmup_epochs": 0.0, **flags}
     config = options.make_config(given, None)
-    gpus = visible_gpus() * world.size  # each rank sees its own
-    plan = resolve(config, resolve_layout(config, gpus), task.facts())
+    plan = resolve(config, resolve_layout(config, visible_gpus()), task.facts())
     world.arrange(plan.layout.mesh, plan.layout.spec.data_axes)
     set_arithmetic(config, plan)
     torch.manual_seed(derive_seed(config.run.seed, "model"))

@@ -168,7 +168,7 @@ def test_the_plan_names_the_slices_and_the_slow_links(monkeypatch: pytest.Monkey
         count: dict(resolve_layout(make_config({"num_gpus": count}, None), gpus).explanation)["workers"]
         for count in (7, 8)
     }
-    links = "slices of one GPU have no direct path, so their links are those of a slow network, 1 to 4 GB/s"
+    links = "workers on one GPU have no direct path, so their links are those of a slow network, 1 to 4 GB/s"
     visible = "(as set; 14 × NVIDIA H200 MIG 1g.18gb visible)"
     assert workers == {
         7: f"7 = 1 node × 7 slices (1g.18gb) of 1 GPU {visible}; nccl over loopback sockets: {links}",
@@ -183,7 +183,7 @@ def test_workers_that_see_one_slice_each_are_joined_over_sockets(monkeypatch: py
     assert layout.shares_a_gpu
     text = dict(layout.explanation)["workers"]
     assert text.startswith("4 = 1 node × 4 slices (1g.18gb) (started by slurm; ")
-    assert "nccl over loopback sockets: slices of one GPU have no direct path" in text
+    assert "nccl over loopback sockets: workers on one GPU have no direct path" in text
 
 
 def test_slices_of_different_gpus_need_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +192,33 @@ def test_slices_of_different_gpus_need_no_sockets(monkeypatch: pytest.MonkeyPatc
     assert text.endswith("nccl for GPUs")
 
 
-def test_more_workers_than_slices_need_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_more_workers_than_slices_must_be_asked_for(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     _install(monkeypatch, [cut_h200(num_slices=2)])
-    with pytest.raises(SettingError, match=r"3 workers .* it has 2 slices"):
+    with pytest.raises(SettingError, match=r"3 workers .* it has 2 slices .* --backend nccl to let workers share"):
         resolve_layout(make_config({"num_gpus": 3}, None), visible_gpus())
-    assert resolve_layout(make_config({"num_gpus": 3, "backend": "gloo"}, None), visible_gpus()).world_size == 3
+    assert resolve_layout(make_config({"num_gpus": 3, "backend": backend}, None), visible_gpus()).shares_a_gpu
+
+
+H200 = Gpu(name="NVIDIA H200", memory_bytes=139 * 2**30, capability=(9, 0))
+
+
+def test_workers_share_a_whole_gpu_only_if_asked() -> None:
+    config = make_config({"num_gpus": 4, "backend": "nccl"}, None)
+    layout = resolve_layout(config, [H200])
+    assert layout.shares_a_gpu
+    assert not layout.slices
+    assert peak_flops(layout, "bf16") == 989e12
+    text = dict(layout.explanation)["workers"]
+    assert text.startswith("4 = 1 node × 4 workers (as set; 1 × NVIDIA H200 visible); they take turns on 1 GPU")
+    assert "nccl over loopback sockets: workers on one GPU have no direct path" in text
+    assert not resolve_layout(config, [H200] * 4).shares_a_gpu
+    launched = Launched(launcher="torchrun", world_size=4, local_size=4, num_nodes=1, gpus_on_node=1)
+    with pytest.raises(SettingError, match="--backend gloo to let workers share"):  # which sets no NCCL_HOSTID
+        resolve_layout(config, [H200], launched)
+    for backend in ("gloo", "nccl"):
+        with pytest.raises(SettingError, match="each worker needs its own"):
+            resolve_layout(make_config({"num_gpus": 4, "backend": backend, "strategy": "dp"}, None), [H200])
 
 
 def test_data_parallel_sees_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,11 +44,19 @@ def build(
     world: World, task_options: dict[str, Any] | None = None, *, task_class: type[Task] = Tiny, **flags: Any
 ) -> Parts:
     """A run of the tiny task, not yet warmed up; sets torch's default type where the precision asks."""
-    flags = {"warmup_epochs": 0.0, "lr_rule": "none", "base_lr": 0.1, "num_gpus": world.size, **flags}
+    is_gpu = world.device.type == "cuda"
+    backend = "nccl" if is_gpu else "auto"  # each rank sees its own GPU alone
+    flags = {
+        "warmup_epochs": 0.0,
+        "lr_rule": "none",
+        "base_lr": 0.1,
+        "num_gpus": world.size,
+        "backend": backend,
+        **flags,
+    }
     config = options.make_config(flags, None)
     task = task_class(TinyOptions(**(task_options or {})))
-    gpus = visible_gpus() * world.size if world.device.type == "cuda" else ()  # each rank sees its own
-    plan = resolve(config, resolve_layout(config, gpus), task.facts())
+    plan = resolve(config, resolve_layout(config, visible_gpus() if is_gpu else ()), task.facts())
     world.arrange(plan.layout.mesh, plan.layout.spec.data_axes)
     torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
     torch.manual_seed(derive_seed(config.run.seed, "model"))

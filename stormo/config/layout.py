@@ -47,6 +47,7 @@ class Layout:
     world_size: int
     mesh: Mesh
     zero: int  # what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
+    shares_a_gpu: bool  # whether workers of this node are on one GPU, or slices of one, which NCCL joins by sockets
     explanation: tuple[tuple[str, str], ...]
 
     @property
@@ -60,9 +61,9 @@ class Layout:
         return _slices(self.gpus)
 
     @property
-    def shares_a_gpu(self) -> bool:
-        """Whether workers of this node have slices of one GPU, which NCCL can join over sockets alone."""
-        return share_a_gpu(self.slices, self.workers_per_node)
+    def may_share(self) -> bool:
+        """Whether workers may take one GPU: Gloo lets them, and NCCL where it is set up for it."""
+        return self.backend == "gloo" or self.shares_a_gpu
 
     @property
     def spec(self) -> StrategySpec:
@@ -116,9 +117,14 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
             "DataParallel is one process, and CUDA shows a process one slice",
             "set --strategy ddp, or --num-gpus 1",
         )
-    backend, backend_reason = _backend(config, device_type, world_size, per_node, slices, num_nodes)
+    is_whole_shared = not slices and _is_own(launched) and 0 < len(gpus) < count  # `_check_gpus` lets this pass
+    shares_a_gpu = is_whole_shared or share_a_gpu(slices, per_node)
+    backend, backend_reason = _backend(config, device_type, world_size, shares_a_gpu, num_nodes)
+    if is_whole_shared:
+        backend_reason = f"they take turns on {pluralize(len(gpus), 'GPU')}, to try things out; {backend_reason}"
     strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
-    total = f"{world_size} = {pluralize(num_nodes, 'node')} × {_devices(device_type, count, slices[:count])}"
+    devices = pluralize(count, "worker") if is_whole_shared else _devices(device_type, count, slices[:count])
+    total = f"{world_size} = {pluralize(num_nodes, 'node')} × {devices}"
     if is_one_process:
         total = f"1 process with {pluralize(count, 'GPU')}"
     elif world_size != per_node * num_nodes:
@@ -134,6 +140,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         world_size=world_size,
         mesh=mesh,
         zero=zero,
+        shares_a_gpu=shares_a_gpu,
         explanation=(
             ("workers", f"{total} ({origin}; {device_reason}); {backend_reason}"),
             ("strategy", f"{strategy}: {strategy_reason}"),
@@ -219,8 +226,7 @@ def _check_gpus(config: TrainConfig, per_node: int, gpus: Sequence[Gpu], launche
     if launched is not None and launched.gpus_on_node is not None:
         num_visible = max(num_visible, launched.gpus_on_node)  # srun --gpu-bind shows each rank its own GPU only
     bound_one_each = launched is not None and launched.gpus_on_node is None and num_visible == 1
-    shared_on_purpose = config.workers.backend == "gloo"  # NCCL refuses two ranks on a GPU, Gloo does not
-    if per_node > num_visible and not bound_one_each and not shared_on_purpose:
+    if per_node > num_visible and not bound_one_each and not _may_share(config, launched):
         raise SettingError(
             f"{pluralize(per_node, 'worker')} {'was' if per_node == 1 else 'were'} asked for on this node",
             f"it has {pluralize(num_visible, kind)} and each worker needs its own",
@@ -229,8 +235,25 @@ def _check_gpus(config: TrainConfig, per_node: int, gpus: Sequence[Gpu], launche
                 if launched is not None and launched.launcher == "slurm"
                 else f"set --num-gpus {num_visible}"
             )
-            + f", or --device cpu, or --backend gloo to let workers share a {kind}",
+            + f", or --device cpu, or --backend {_sharing_backend(launched)} to let workers share a {kind}",
         )
+
+
+def _may_share(config: TrainConfig, launched: Launched | None) -> bool:
+    """Whether workers may share GPUs: only if asked, and over NCCL only where stormo starts them."""
+    workers = config.workers
+    if SPECS[DDP if workers.strategy == "auto" else workers.strategy].is_one_process:
+        return False
+    return workers.backend in ("gloo", _sharing_backend(launched))
+
+
+def _sharing_backend(launched: Launched | None) -> str:
+    return "nccl" if _is_own(launched) else "gloo"
+
+
+def _is_own(launched: Launched | None) -> bool:
+    """Whether stormo itself starts the workers, and so sets the variables of each."""
+    return launched is None or launched.launcher == "local"
 
 
 def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, launched: Launched | None) -> None:
@@ -254,7 +277,7 @@ def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, 
 
 
 def _backend(
-    config: TrainConfig, device_type: str, world_size: int, per_node: int, slices: Sequence[Gpu], num_nodes: int
+    config: TrainConfig, device_type: str, world_size: int, shares_a_gpu: bool, num_nodes: int
 ) -> tuple[str, str]:
     asked = config.workers.backend
     if asked == "nccl" and device_type == "cpu":
@@ -264,9 +287,9 @@ def _backend(
     backend = asked if asked != "auto" else "nccl" if device_type == "cuda" else "gloo"
     if world_size == 1:
         return backend, "no communication needed"
-    if backend == "nccl" and share_a_gpu(slices, per_node):
+    if backend == "nccl" and shares_a_gpu:
         sockets = "loopback sockets" if num_nodes == 1 else "sockets"
-        reason = "slices of one GPU have no direct path, so their links are those of a slow network, 1 to 4 GB/s"
+        reason = "workers on one GPU have no direct path, so their links are those of a slow network, 1 to 4 GB/s"
         return backend, f"nccl over {sockets}: {reason}"
     return backend, f"{backend} {'as set' if asked != 'auto' else 'for GPUs' if backend == 'nccl' else 'for CPUs'}"
 

@@ -89,6 +89,8 @@ def keeps_defaults(config: TrainConfig, layout: Layout) -> str:
     """Why NCCL's own settings stay unless the user asks to measure; empty where they may be changed."""
     if config.run.deterministic:
         return "with --deterministic every start has the same"
+    if layout.shares_a_gpu and not layout.slices:
+        return "workers take turns on a GPU, which takes longer than the link"
     if layout.mesh.shard > 1:
         return "weights are gathered beside the computation, which more channels slow down"
     return ""

@@ -117,6 +117,7 @@ def node_of(config: TrainConfig, layout: Layout) -> Node:
     return Node(
         num_workers=layout.workers_per_node,
         slices=layout.slices,
+        shares_a_gpu=layout.shares_a_gpu,
         num_nodes=workers.num_nodes,
         node_id=workers.node_id,
         master_addr=workers.master_addr if "master_addr" in config.given else None,

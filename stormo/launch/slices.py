@@ -1,4 +1,4 @@
-"""Gives each worker its own slice (MIG instance) of a GPU, and lets NCCL join slices of one GPU."""
+"""Gives each worker its own slice (MIG instance) of a GPU, and lets NCCL join workers on one GPU."""
 
 from __future__ import annotations
 
@@ -11,22 +11,13 @@ from stormo.launch.rank_info import RankInfo, host_name
 from stormo.system.hardware import NODE_SLICES, Gpu, cuda_has_started, visible_slices
 
 
-def bind(
-    environ: MutableMapping[str, str],
-    slices: Sequence[Gpu],
-    *,
-    local_rank: int,
-    local_size: int,
-    all_on_this_host: bool,
-) -> None:
+def bind(environ: MutableMapping[str, str], slices: Sequence[Gpu], local_rank: int) -> None:
     """Show one worker its own slice alone; where there are fewer slices than workers (Gloo), they take turns."""
     environ["CUDA_VISIBLE_DEVICES"] = slices[local_rank % len(slices)].uuid
     environ[NODE_SLICES] = ",".join(one.uuid for one in slices)
-    if share_a_gpu(slices, local_size):
-        join_slices(environ, local_rank=local_rank, all_on_this_host=all_on_this_host)
 
 
-def join_slices(environ: MutableMapping[str, str], *, local_rank: int, all_on_this_host: bool) -> None:
+def join_by_sockets(environ: MutableMapping[str, str], *, local_rank: int, all_on_this_host: bool) -> None:
     """Let NCCL connect workers on one GPU, which it refuses on one host: each is a host to it, reached by sockets."""
     environ.setdefault("NCCL_HOSTID", f"{host_name()}-{local_rank}")
     environ.setdefault("NCCL_IB_DISABLE", "1")
@@ -41,8 +32,9 @@ def take_slice(info: RankInfo | None, device: str) -> None:
     slices = [] if NODE_SLICES in os.environ else visible_slices()
     if not slices:
         return
-    if len(slices) == 1:  # bound by its launcher; whether the others' are of the same GPU is not known here
-        join_slices(os.environ, local_rank=info.local_rank, all_on_this_host=info.all_on_this_host)
+    if share_a_gpu(slices, info.local_size):
+        join_by_sockets(os.environ, local_rank=info.local_rank, all_on_this_host=info.all_on_this_host)
+    if len(slices) == 1:  # bound by its launcher
         return
     if cuda_has_started():
         raise SettingError(
@@ -51,10 +43,4 @@ def take_slice(info: RankInfo | None, device: str) -> None:
             "use torch.cuda only after stormo.World(), and in a task not while it is imported; or let stormo run or "
             "stormo train start the workers",
         )
-    bind(
-        os.environ,
-        slices,
-        local_rank=info.local_rank,
-        local_size=info.local_size,
-        all_on_this_host=info.all_on_this_host,
-    )
+    bind(os.environ, slices, info.local_rank)

@@ -56,7 +56,7 @@ def join(device: str | None, backend: str | None, timeout_s: float | None) -> tu
         )
         _report_errors(rank_info, reporter)
     store = Store(rank_info, limit_s, reporter.store_address) if rank_info.world_size > 1 else None
-    own = device_of(layout.device_type, rank_info, store, may_share=layout.backend == "gloo")
+    own = device_of(layout.device_type, rank_info, store, may_share=layout.may_share)
     if rank_info.rank == 0 and layout.backend == "nccl" and layout.shares_a_gpu:
         tell(f"workers: {dict(layout.explanation)['workers']}")
     return World(rank_info, own, store=store, backend=layout.backend, timeout_s=limit_s), reporter

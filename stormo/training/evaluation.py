@@ -45,7 +45,7 @@ def evaluate(
     `find_checkpoint` is called on rank 0, which alone reads the checkpoint.
     """
     share_cores(rank_info)
-    device = device_of(layout.device_type, rank_info, store, may_share=layout.backend == "gloo")
+    device = device_of(layout.device_type, rank_info, store, may_share=layout.may_share)
     with stop_flag(announces=rank_info.launcher == "alone") as flag:
         timeout_s = config.workers.timeout
         world = World(rank_info, device, store=store, backend=layout.backend, timeout_s=timeout_s, mesh=layout.mesh)

@@ -197,7 +197,7 @@ class Trainer:
 
     def _join(self, layout: Layout, rank_info: RankInfo, store: Store | None) -> None:
         config = self.config
-        device = device_of(layout.device_type, rank_info, store, may_share=layout.backend == "gloo")
+        device = device_of(layout.device_type, rank_info, store, may_share=layout.may_share)
         join = partial(
             World,
             rank_info,

@@ -37,9 +37,9 @@ def test_the_chosen_setting_has_the_fastest_bucket_of_those_that_are_tried() -> 
 
 def test_without_slices_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(link_settings, "data_folder", str)
-    monkeypatch.setattr(link_settings, "find_slices", lambda: link_settings.cpu_processes(2))
+    monkeypatch.setattr(link_settings, "find_devices", lambda: link_settings.cpu_processes(2))
     assert link_settings.main(["--workers", "4"]) == 2
-    assert "2 slices were found: cut a GPU with `stormo doctor --slices 7`" in capsys.readouterr().err
+    assert "cores were found: cut a GPU with `stormo doctor --slices 7`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--workers", "1"], ["--rounds", "0"], ["--steps", "0"]], ids=" ".join)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import rank_pool, slice_devices, slices
-from benchmarks.slice_devices import cpu_processes, find_slices
+from benchmarks.slice_devices import cpu_processes, find_devices
 from benchmarks.slice_exactness import Outcome, checks, loss_difference
 from benchmarks.slice_speed import Speed, recorded_link
 from benchmarks.strategy_exactness import Trained
@@ -53,22 +53,37 @@ def test_two_cpu_processes_go_through_both_stages(
 def _cut(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     gpu = Gpu(name="NVIDIA H200 MIG 1g.18gb", memory_bytes=16 * 2**30, capability=(9, 0), slice_of="GPU-0")
     made = [replace(gpu, uuid=f"MIG-{index}") for index in range(count)]
-    monkeypatch.setattr(slice_devices, "visible_slices", lambda: made)
+    monkeypatch.setattr(slice_devices, "visible_gpus", lambda: made)
 
 
 def test_ranks_get_a_slice_and_a_host_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _cut(monkeypatch, 7)
-    found = find_slices()
-    assert found.uuids == tuple(f"MIG-{index}" for index in range(7))
+    found = find_devices()
+    assert not found.are_shared
+    assert found.names == tuple(f"MIG-{index}" for index in range(7))
     assert found.machine.startswith("7 × NVIDIA H200 MIG 1g.18gb, ")
     assert found.take(4, 2).of_rank(1) == {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "MIG-5",
-        "NCCL_HOSTID": "slice-1",
+        "NCCL_HOSTID": "rank-1",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
     }
     assert found.take(4, 2).of_command() == {"CUDA_VISIBLE_DEVICES": "MIG-4,MIG-5"}
+
+
+def test_ranks_share_gpus_that_are_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = Gpu(name="NVIDIA H200", memory_bytes=139 * 2**30, capability=(9, 0))
+    monkeypatch.setattr(slice_devices, "visible_gpus", lambda: [gpu, gpu])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    found = find_devices(3)
+    assert found.are_shared
+    assert found.names == ("GPU-a", "GPU-b", "GPU-a")
+    assert found.machine.startswith("3 ranks on 2 × NVIDIA H200, ")
+    assert found.of_command() == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    assert not find_devices(2).are_shared
+    assert slices.main([]) == 2  # times of ranks that take turns mean nothing
+    assert "7 ranks on 2 × NVIDIA H200, " in _error(capsys)
 
 
 def test_without_slices_or_data_it_says_what_to_do(
@@ -76,7 +91,7 @@ def test_without_slices_or_data_it_says_what_to_do(
 ) -> None:
     _cut(monkeypatch, 4)
     assert slices.main([]) == 2
-    assert "4 slices of a GPU were found and this benchmark needs 7: cut one with `stormo doctor" in _error(capsys)
+    assert "this benchmark needs 7 slices of a GPU: cut one with `stormo doctor" in _error(capsys)
     _cut(monkeypatch, 7)
     with pytest.raises(SystemExit) as ended:
         slices.main(["--data-folder", str(tmp_path)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.rank_pool import RankPool
-from benchmarks.slice_devices import find_slices
+from benchmarks.slice_devices import find_devices
 from stormo.config.link import Link
 from stormo.config.mesh import Mesh
 from stormo.distributed.parallel_dims import _environment
@@ -90,8 +90,7 @@ def _small_messages(world: World) -> tuple[bool, float, float, bool]:
 
 
 @pytest.mark.gpu
-@pytest.mark.slices(2)
 def test_small_messages_have_a_communicator_of_their_own_with_the_timeout_of_the_run() -> None:
-    slices = find_slices()
-    with RankPool(60.0, [slices.of_rank(rank) for rank in range(2)]) as pool:
+    devices = find_devices()
+    with RankPool(60.0, [devices.of_rank(rank) for rank in range(2)]) as pool:
         assert pool.run(_small_messages, 2) == [(False, 2.0, 60.0, False)] * 2

@@ -1,6 +1,7 @@
 """A rank dies, hangs, strays or is stopped during NCCL's collectives: all end soon, and the first line says why.
 
-Real NCCL between slices of one GPU. The same without NCCL is in test_agent.py and tests/system.
+Real NCCL between slices of one GPU, or between workers that share it whole. The same without NCCL is in
+test_agent.py and tests/system.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.slice_devices import find_slices
+from benchmarks.slice_devices import find_devices
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slices(4)]
+pytestmark = pytest.mark.gpu
 
 TASK = str(Path(__file__).parent.with_name("tiny_task.py"))
 UNCOUNTED = str(Path(TASK).with_name("uncounted_task.py"))
 TIMEOUT_S = 20
 FLAGS = f"--strategy ddp --global-batch-size 64 --epochs 10000 --target-accuracy 2 --timeout {TIMEOUT_S}"
-FLAGS += " --checkpoint-every 0 --no-graph --no-tensorboard"  # a replayed step would not call the task
+FLAGS += " --backend nccl --checkpoint-every 0 --no-graph --no-tensorboard"  # a replayed step would not call the task
 TRACES = ("ProcessGroupNCCL", "Exception raised from", "frame #", "terminate called")
 StartProgram = Callable[..., Any]
 
@@ -67,17 +68,17 @@ def lines_of(job: Any) -> list[str]:
 
 @pytest.fixture
 def failed(start_program: StartProgram, tmp_path: Path) -> Callable[..., list[str]]:
-    """Trains with a fault, on four slices unless told otherwise; the lines on stderr."""
+    """Trains with a fault, on four workers unless told otherwise; the lines on stderr."""
 
     def run(fault: str, count: int = 4) -> list[str]:
-        slices = find_slices().take(0, count).of_command()
-        return lines_of(start_program(command(tmp_path, "--num-gpus", str(count)), TINY_FAULT=fault, **slices))
+        devices = find_devices().take(0, count).of_command()
+        return lines_of(start_program(command(tmp_path, "--num-gpus", str(count)), TINY_FAULT=fault, **devices))
 
     return run
 
 
 Failed = Callable[..., list[str]]
-COUNTS = [2, 4, pytest.param(7, marks=pytest.mark.slices(7))]
+COUNTS = [2, 4, 7]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -92,7 +93,7 @@ def test_a_killed_rank_whose_steps_are_replayed_or_whose_statistics_are_summed_t
     start_program: StartProgram, tmp_path: Path, flags: str
 ) -> None:
     program = command(tmp_path, "--num-gpus", "4", *flags.split(), task=UNCOUNTED)
-    job = start_program(program, **find_slices().take(0, 4).of_command())
+    job = start_program(program, **find_devices().take(0, 4).of_command())
     job.wait_for(lambda job: "Epoch = 3:" in job.out, 120.0)
     assert not re.search("not replayed as a CUDA graph|are summed by NCCL", job.out + job.err)
     os.kill(job.worker_pid(2, "\0stormo\0"), signal.SIGKILL)
@@ -120,8 +121,8 @@ def test_a_rank_that_raises(failed: Failed, count: int) -> None:
 def test_a_rank_that_raises_just_before_its_step_is_captured(start_program: StartProgram, tmp_path: Path) -> None:
     task = tmp_path / "raises.py"
     task.write_text(RAISES_BEFORE_CAPTURE)
-    slices = find_slices().take(0, 4).of_command()
-    lines = lines_of(start_program(command(tmp_path, "--num-gpus", "4", "--graph", task=f"{task}:Raises"), **slices))
+    devices = find_devices().take(0, 4).of_command()
+    lines = lines_of(start_program(command(tmp_path, "--num-gpus", "4", "--graph", task=f"{task}:Raises"), **devices))
     assert lines[0].startswith("stormo: rank 1 on host ")
     assert lines[0].endswith("failed: ValueError: the task fails on purpose")
 
@@ -129,9 +130,9 @@ def test_a_rank_that_raises_just_before_its_step_is_captured(start_program: Star
 def test_a_device_that_stalls_while_steps_are_replayed(start_program: StartProgram, tmp_path: Path) -> None:
     task = tmp_path / "stalls.py"
     task.write_text(STALLS_ITS_DEVICE)
-    slices = find_slices().take(0, 4).of_command()
+    devices = find_devices().take(0, 4).of_command()
     words = ["--num-gpus", "4", "--graph", "--no-noise-scale"]  # whose sums NCCL's watchdog would see
-    lines = lines_of(start_program(command(tmp_path, *words, task=f"{task}:Stalls"), **slices))
+    lines = lines_of(start_program(command(tmp_path, *words, task=f"{task}:Stalls"), **devices))
     assert "waited 20 s" in lines[0]
 
 
@@ -148,27 +149,27 @@ def test_a_rank_in_another_collective(failed: Failed) -> None:
 
 
 def test_a_killed_rank_of_another_node(start_program: StartProgram, tmp_path: Path, free_port: int) -> None:
-    slices = find_slices()
+    devices = find_devices()
     jobs = []
     for node in range(4):
         words = f"--num-nodes 4 --node-id {node} --num-gpus 1 --master-addr 127.0.0.1 --master-port {free_port}"
         program = command(tmp_path, *words.split(), "--run-name", "four-nodes")
-        jobs.append(start_program(program, TINY_FAULT="kill 2 30", **slices.of_rank(node)))
+        jobs.append(start_program(program, TINY_FAULT="kill 2 30", **devices.of_rank(node)))
     for job in jobs:
         assert lines_of(job)[0].startswith("stormo: rank 2 on host ")
 
 
-def test_a_training_that_a_signal_has_stopped_is_resumed_on_fewer_slices(
+def test_a_training_that_a_signal_has_stopped_is_resumed_on_fewer_workers(
     start_program: StartProgram, tmp_path: Path
 ) -> None:
-    slices = find_slices()
+    devices = find_devices()
     program = command(tmp_path, "--num-gpus", "4", "--preflight", "--run-name", "stopped")
-    stopped = start_program(program, TINY_FAULT="term-job 0 30", **slices.take(0, 4).of_command())
+    stopped = start_program(program, TINY_FAULT="term-job 0 30", **devices.take(0, 4).of_command())
     assert stopped.wait(120.0) == 75, stopped.err
     assert "preflight: 4 workers on 1 node, all-reduce " in stopped.out
     assert not [trace for trace in TRACES if trace in stopped.err]
     program = command(tmp_path, "--num-gpus", "2", "--resume", "stopped", "--epochs", "4")
-    resumed = start_program(program, **slices.take(0, 2).of_command())
+    resumed = start_program(program, **devices.take(0, 2).of_command())
     assert resumed.wait(120.0) == 0, resumed.err
     summary = json.loads((tmp_path / "runs" / "stopped" / "summary.json").read_text())
     assert (summary["num_resumes"], summary["steps"]) == (1, 64)

@@ -58,7 +58,7 @@ def _rank(local_rank: int, *, local_size: int = 4, num_nodes: int = 1, launcher:
 
 def test_the_agent_shows_each_worker_its_own_slice() -> None:
     shown = slices_of("a", each=7)
-    node = Node(num_workers=4, slices=shown)
+    node = Node(num_workers=4, slices=shown, shares_a_gpu=True)
     environments = [told(node, local_rank) for local_rank in range(4)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["MIG-a0", "MIG-a1", "MIG-a2", "MIG-a3"]
     assert {one[NODE_SLICES] for one in environments} == {",".join(one.uuid for one in shown)}
@@ -68,12 +68,12 @@ def test_the_agent_shows_each_worker_its_own_slice() -> None:
 
 def test_what_the_user_sets_for_nccl_wins() -> None:
     given = {"NCCL_HOSTID": "mine", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "0"}
-    environment = told(Node(num_workers=2, slices=slices_of("a", each=2)), 1, given)
+    environment = told(Node(num_workers=2, slices=slices_of("a", each=2), shares_a_gpu=True), 1, given)
     assert {name: environment[name] for name in NCCL} == given
 
 
 def test_workers_on_several_nodes_meet_outside_loopback() -> None:
-    node = Node(num_workers=2, num_nodes=2, master_addr="n1", slices=slices_of("a", each=2))
+    node = Node(num_workers=2, num_nodes=2, master_addr="n1", slices=slices_of("a", each=2), shares_a_gpu=True)
     environment = told(node, 1)
     assert "NCCL_SOCKET_IFNAME" not in environment
     assert environment["NCCL_HOSTID"] == f"{host_name()}-1"
@@ -88,6 +88,12 @@ def test_slices_of_different_gpus_are_joined_as_gpus_are() -> None:
 def test_more_workers_than_slices_take_turns() -> None:
     node = Node(num_workers=3, slices=slices_of("a", each=2))
     assert [told(node, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(3)] == ["MIG-a0", "MIG-a1", "MIG-a0"]
+
+
+def test_workers_that_share_a_whole_gpu_are_hosts_of_their_own_to_nccl() -> None:
+    environment = told(Node(num_workers=2, shares_a_gpu=True), 1)
+    assert [environment[name] for name in NCCL] == [f"{host_name()}-1", "lo", "1"]
+    assert not {"CUDA_VISIBLE_DEVICES", NODE_SLICES} & set(environment)
 
 
 def test_whole_gpus_are_left_to_torch() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.slice_devices import find_slices
+from benchmarks.slice_devices import find_devices
 from tests.launch.slurm_environments import tasks_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slices(2)]
@@ -55,7 +55,7 @@ def test_each_worker_of_a_script_has_a_slice_of_its_own(
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     said = _run(*start, str(script))
-    assert (said + capfd.readouterr().err).count("nccl over loopback sockets: slices of one GPU have no direct") == 1
+    assert (said + capfd.readouterr().err).count("nccl over loopback sockets: workers on one GPU have no direct") == 1
     lines = [line.split("on ")[1].split() for line in said.splitlines() if "on MIG-" in line]
     assert len({line[0] for line in lines}) == 2
     assert [line[1:] for line in lines] == [["1", "2.0"]] * 2
@@ -64,7 +64,7 @@ def test_each_worker_of_a_script_has_a_slice_of_its_own(
 @pytest.mark.slices(4)
 @pytest.mark.parametrize("is_bound", [False, True], ids=["all slices", "one slice each"])
 def test_tasks_of_slurm_take_one_slice_each(is_bound: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    node = find_slices().take(0, 4)  # as Slurm shows them for --gres=gpu:1g.18gb:4, or with --gpus-per-task=1
+    node = find_devices().take(0, 4)  # as Slurm shows them for --gres=gpu:1g.18gb:4, or with --gpus-per-task=1
     run = ("--backend", "nccl", "--runs-folder", str(tmp_path), "--run-name", "run", "--epochs", "1")
     command = [*_STORMO, "train", "tests/tiny_task.py:Tiny", *run]
     jobs = [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.rank_pool import RankPool
-from benchmarks.slice_devices import find_slices
+from benchmarks.slice_devices import find_devices
 from stormo.config.link import Link
 from stormo.distributed.world import World
 from stormo.parallel import fsdp
@@ -125,10 +125,9 @@ def test_few_gathered_weights_stay_until_backward(
 
 
 @pytest.mark.gpu
-@pytest.mark.slices(4)
 def test_the_same_over_nccl() -> None:
-    slices = find_slices()
-    with RankPool(60.0, [slices.of_rank(rank) for rank in range(4)]) as pool:
+    devices = find_devices()
+    with RankPool(60.0, [devices.of_rank(rank) for rank in range(4)]) as pool:
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             _check_sums(pool.run(_reduced, 4, torch.bfloat16, op), op)
         found = pool.run(_trained, 2, Tiny, True, {"strategy": "fsdp"})

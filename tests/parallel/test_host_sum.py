@@ -1,4 +1,4 @@
-"""Sums through host memory between slices of one GPU: right, in the order of ranks, also in a CUDA graph."""
+"""Sums through host memory between workers on one GPU: right, in the order of ranks, also in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.rank_pool import RankPool
-from benchmarks.slice_devices import find_slices
+from benchmarks.slice_devices import find_devices
 from stormo.distributed.world import World
 from stormo.parallel import host_sum as module
 from stormo.parallel.host_sum import open_host_sum
@@ -37,11 +37,10 @@ def _summed(world: World, ranks: list[list[int]]) -> list[list[float]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.slices(4)
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 2], [1, 3]]], ids=["all", "two groups"])
 def test_sums_are_those_in_the_order_of_ranks(groups: list[list[int]]) -> None:
-    slices = find_slices()
-    with RankPool(60.0, [slices.of_rank(rank) for rank in range(4)]) as pool:
+    devices = find_devices()
+    with RankPool(60.0, [devices.of_rank(rank) for rank in range(4)]) as pool:
         found = pool.run(_summed, 4, groups)
     for rank, sums in enumerate(found):
         group = next(group for group in groups if rank in group)
@@ -68,10 +67,9 @@ def _replayed(world: World) -> list[float]:
 
 
 @pytest.mark.gpu
-@pytest.mark.slices(4)
 def test_a_replayed_graph_sums_anew() -> None:
-    slices = find_slices()
-    with RankPool(60.0, [slices.of_rank(rank) for rank in range(4)]) as pool:
+    devices = find_devices()
+    with RankPool(60.0, [devices.of_rank(rank) for rank in range(4)]) as pool:
         found: list[Any] = pool.run(_replayed, 4)
     assert found == [[4.0**12] * 2] * 4
 

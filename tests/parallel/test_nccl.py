@@ -1,4 +1,4 @@
-"""Strategies over NCCL, on slices of one GPU: no step waits for the device, and a replayed step is that of Python."""
+"""Strategies over NCCL, on one GPU: no step waits for the device, and a replayed step is that of Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.rank_pool import RankFailedError, RankPool
-from benchmarks.slice_devices import find_slices
+from benchmarks.slice_devices import find_devices
 from stormo.distributed.world import World
 from stormo.parallel.base import Strategy
 from tests.parallel.test_ddp import assert_both_are_trained, no_batch_norm, trained_branches
@@ -19,14 +19,14 @@ from tests.tiny_run import Parts, build
 from tests.tiny_task import points
 from tests.uncounted_task import Uncounted
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slices(4)]
+pytestmark = pytest.mark.gpu
 NUM_STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    slices = find_slices()
-    with RankPool(60.0, [slices.of_rank(rank) for rank in range(4)]) as made:
+    devices = find_devices()
+    with RankPool(60.0, [devices.of_rank(rank) for rank in range(4)]) as made:
         yield made
 
 

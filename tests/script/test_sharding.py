@@ -81,14 +81,13 @@ def test_shards_come_to_the_weights_of_one_process(
 
 
 @pytest.mark.gpu
-@pytest.mark.slices(2)
 def test_the_same_over_nccl() -> None:
     from benchmarks.rank_pool import RankPool
-    from benchmarks.slice_devices import find_slices
+    from benchmarks.slice_devices import find_devices
 
     expected = plain_loop(*_make("sgd"), _loader(), max_norm=0.05)
-    slices = find_slices()
-    with RankPool(60.0, [slices.of_rank(rank) for rank in range(2)]) as pool:
+    devices = find_devices()
+    with RankPool(60.0, [devices.of_rank(rank) for rank in range(2)]) as pool:
         found, *_ = pool.run(_train, 2, "sgd", 1, 0.05)
     del found["error"]
     assert relative_difference(found, expected) < 1e-10

@@ -76,7 +76,10 @@ def peak_flops(layout: Layout, precision: str) -> float | None:
     if peaks is None or precision == "fp64":
         return None
     peak = {"bf16": peaks[0], "fp16": peaks[0], "tf32": peaks[1] or peaks[2], "fp32": peaks[2]}[precision]
-    return peak * 1e12 * layout.world_size * layout.devices_per_worker
+    num_devices = layout.world_size * layout.devices_per_worker
+    if layout.shares_a_gpu and not layout.slices:
+        num_devices = layout.num_nodes * len(layout.gpus)
+    return peak * 1e12 * num_devices
 
 
 def pays_off(

@@ -141,7 +141,7 @@ class Plan:
         """The lines that say nothing of this run: what its device lacks, and defaults that nobody has set."""
         is_off = {
             **dict.fromkeys(("channels last", "compile", "graph", "autotune"), self.layout.device_type == "cpu"),
-            "link": self.layout.num_nodes == 1 and not self.layout.slices,
+            "link": self.layout.num_nodes == 1 and not self.layout.shares_a_gpu,
             "batch norm": self.layout.data_size * self.layout.devices_per_worker == 1,
             "noise scale": not self.noise_scale,
             "checkpoints": True,

@@ -31,6 +31,7 @@ class Node:
     master_addr: str | None = None
     master_port: int = DEFAULT_MASTER_PORT
     slices: tuple[Gpu, ...] = ()  # of GPUs, of which each worker takes one
+    shares_a_gpu: bool = False  # or slices of one
     script_port: int = 0  # on one node, for a script that calls torch.distributed itself; 0 for any free port
 
     def __post_init__(self) -> None:
@@ -79,13 +80,9 @@ def environment(
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         variables.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if node.slices:
-        slices.bind(
-            variables,
-            node.slices,
-            local_rank=local_rank,
-            local_size=node.num_workers,
-            all_on_this_host=node.num_nodes == 1,
-        )
+        slices.bind(variables, node.slices, local_rank)
+    if node.shares_a_gpu:
+        slices.join_by_sockets(variables, local_rank=local_rank, all_on_this_host=node.num_nodes == 1)
     if node.rank(local_rank) != 0:
         # Their output goes through a pipe; what a rank printed before it was killed should not die with it.
         variables.setdefault("PYTHONUNBUFFERED", "1")
