@@ -48,7 +48,11 @@ def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
 
 
 def needed_calls(model: nn.Module, dtype: torch.dtype) -> list[KernelCall]:
-    """The kernel calls of all fused layers; a norm layer's with and without a residual, which only a step knows."""
+    """The kernel calls of all fused layers.
+
+    Only a step knows which norm layers add a residual: those with dropout are taken for layers inside a block, without
+    one, and the others are compiled for both.
+    """
     norms: dict[tuple[Any, ...], NormAct] = {}
     has_pool = False
     num_channels: set[int] = set()
@@ -97,7 +101,8 @@ def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool) -> None:
     reduce = (lambda vector: None) if in_training and layer.reduce is not None else None
     other = _activations(layer.num_channels, dtype)
     other_bias = torch.zeros(layer.num_channels).requires_grad_()
-    for residual, residual_bias in ((None, None), (other, None), (other, other_bias)):
+    residuals = ((other, None), (other, other_bias)) if layer.dropout == 0.0 else ()
+    for residual, residual_bias in ((None, None), *residuals):
         y = norm_act(
             _activations(layer.num_channels, dtype),
             residual,

@@ -239,9 +239,7 @@ def page(path: Path) -> None:
     path.write_text("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize(
-    ("packed", "damage"), [(True, flip), (True, cut), (False, Path.unlink), (False, flip), (False, page)]
-)
+@pytest.mark.parametrize(("packed", "damage"), [(True, Path.unlink), (False, Path.unlink), (False, cut), (False, page)])
 def test_a_damaged_file_of_a_given_folder_is_named_and_never_fetched(
     tmp_path: Path, mirror: Mirror, packed: bool, damage: Callable[[Path], None]
 ) -> None:
