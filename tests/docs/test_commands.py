@@ -36,10 +36,10 @@ RUN_BY = {
     "stormo submit my_task.py --device cpu --num-gpus 2 --time": ("tests/system/test_submit.py", '"--warn-s"'),
     "stormo train --num-gpus 2 --task.width 1": ("tests/data/staging/test_training.py", '"--stage"'),
 }
-# A training that needs a run, a file, hosts or a port; the tasks of pages are trained by other tests.
+# A training that needs a run, a file, hosts, a port or a GPU; the tasks of pages are trained by other tests.
 NOT_PLANNED = {
     *("--resume", "--config", "--launcher", "--prometheus", "--mlflow", "--wandb", "--sinks", "--stage"),
-    *("fit.py", "circles.py", "sentences.py", "finetune.py", "points_gan.py"),
+    *("fit.py", "circles.py", "sentences.py", "finetune.py", "points_gan.py", "nccl"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Two workers that share a GPU over Gloo: local updates, parameter servers, gradient compression."""
+"""Two workers that share a GPU: local updates, parameter servers, gradient compression."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ world.print("device", world.device.type, "loss", float(loss))
 """
 
 
-def _loss_of_script(folder: Path, compress: str, dtype: str) -> float:
+def _loss_of_script(folder: Path, backend: str, compress: str, dtype: str) -> float:
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
-    words = ["-m", "stormo", "run", "script.py", "--device", DEVICE, "--num-gpus", "2", "--backend", "gloo"]
+    words = ["-m", "stormo", "run", "script.py", "--device", DEVICE, "--num-gpus", "2", "--backend", backend]
     command = [sys.executable, *words, "--", compress, dtype]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -77,11 +77,12 @@ def _loss_of_script(folder: Path, compress: str, dtype: str) -> float:
     return float(loss)
 
 
-def test_a_script_trains_with_gradient_compression(tmp_path: Path) -> None:
-    expected = _loss_of_script(tmp_path, "none", "float64")
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_script_trains_with_gradient_compression(tmp_path: Path, backend: str) -> None:
+    expected = _loss_of_script(tmp_path, backend, "none", "float64")
     for compress in ("bf16", "fp16"):
-        found = _loss_of_script(tmp_path, compress, "float64")
+        found = _loss_of_script(tmp_path, backend, compress, "float64")
         assert found == pytest.approx(expected, rel=0.05)
         assert found != expected
     # Weights of 16 bits: what keeps their gradients in range is a number that has more.
-    assert _loss_of_script(tmp_path, "fp16", "float16") == pytest.approx(expected, rel=0.1)
+    assert _loss_of_script(tmp_path, backend, "fp16", "float16") == pytest.approx(expected, rel=0.1)
