@@ -210,7 +210,9 @@ def test_workers_share_a_whole_gpu_only_if_asked() -> None:
     assert not layout.slices
     assert peak_flops(layout, "bf16") == 989e12
     text = dict(layout.explanation)["workers"]
-    assert text.startswith("4 = 1 node × 4 workers (as set; 1 × NVIDIA H200 visible); they take turns on 1 GPU")
+    assert text.startswith(
+        "4 = 1 node × 4 workers (as set; 1 × NVIDIA H200 visible); they share 1 GPU, for tests, not for speed; "
+    )
     assert "nccl over loopback sockets: workers on one GPU have no direct path" in text
     assert not resolve_layout(config, [H200] * 4).shares_a_gpu
     launched = Launched(launcher="torchrun", world_size=4, local_size=4, num_nodes=1, gpus_on_node=1)

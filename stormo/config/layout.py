@@ -121,7 +121,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     shares_a_gpu = is_whole_shared or share_a_gpu(slices, per_node)
     backend, backend_reason = _backend(config, device_type, world_size, shares_a_gpu, num_nodes)
     if is_whole_shared:
-        backend_reason = f"they take turns on {pluralize(len(gpus), 'GPU')}, to try things out; {backend_reason}"
+        backend_reason = f"they share {pluralize(len(gpus), 'GPU')}, for tests, not for speed; {backend_reason}"
     strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
     devices = pluralize(count, "worker") if is_whole_shared else _devices(device_type, count, slices[:count])
     total = f"{world_size} = {pluralize(num_nodes, 'node')} × {devices}"

@@ -90,7 +90,7 @@ def keeps_defaults(config: TrainConfig, layout: Layout) -> str:
     if config.run.deterministic:
         return "with --deterministic every start has the same"
     if layout.shares_a_gpu and not layout.slices:
-        return "workers take turns on a GPU, which takes longer than the link"
+        return "workers that share a GPU wait longer for it than for the link"
     if layout.mesh.shard > 1:
         return "weights are gathered beside the computation, which more channels slow down"
     return ""
