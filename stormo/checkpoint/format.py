@@ -2,9 +2,9 @@
 
 `step-00000123/` holds `state.json`, `manifest.json` and, by format version:
 
-1. whole tensors, written by one process: `model.safetensors`, `optimizer.safetensors`, `ranks.safetensors`;
-2. (only read) chunks of tensors, `shard-00000.safetensors` of each rank, with one `index.json` for all;
-3. the same shards, each with an `index-00000.json`; `index.json` names the ranks that hold each tensor.
+- 1: whole tensors, written by one process: `model.safetensors`, `optimizer.safetensors`, `ranks.safetensors`;
+- 3: chunks of tensors, `shard-00000.safetensors` of each rank with an `index-00000.json`; `index.json` names the ranks
+  that hold each tensor.
 
 A second save of one step is first published as `step-00000123.1`: the higher number wins wherever both exist.
 """
@@ -25,7 +25,7 @@ from stormo.errors import EXIT_USAGE, StormoError
 from stormo.system.files import fits
 
 FORMAT_NAME = "stormo-checkpoint"
-WHOLE, ONE_INDEX, SHARDED = 1, 2, 3  # the format versions
+WHOLE, SHARDED = 1, 3  # the format versions
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RANKS = "ranks.safetensors"
@@ -44,8 +44,8 @@ MAX_INDEX_BYTES = 512 * 1024 * 1024
 # What `weights_sha256` is the digest of: the values, or the digests of the chunks, which depend on the mesh.
 VALUES, CHUNKS = "values", "boxes"
 
-_REQUIRED = {WHOLE: FILES, ONE_INDEX: (INDEX, RANKS, STATE), SHARDED: (INDEX, STATE)}
-_PER_RANK = {WHOLE: (), ONE_INDEX: (SHARD_NAME,), SHARDED: (SHARD_NAME, RANK_INDEX_NAME)}
+_REQUIRED = {WHOLE: FILES, SHARDED: (INDEX, STATE)}
+_PER_RANK = {WHOLE: (), SHARDED: (SHARD_NAME, RANK_INDEX_NAME)}
 _TYPES: dict[str, Any] = {
     **{"step": int, "identity": str, "metric": float | None, "weights_sha256": str, "digest_of": str},
     "files": dict[str, Any],
@@ -168,7 +168,7 @@ def parse_manifest(data: bytes) -> Manifest:
         if type(body.get("version")) is not int or body["version"] not in _REQUIRED:
             raise ValueError(
                 f"it gives format version {str(body.get('version'))[:20]}, this stormo reads versions "
-                f"{WHOLE} to {SHARDED}"
+                f"{WHOLE} and {SHARDED}"
             )
         seal = body.pop(_SEAL, None)
         # Compare bytes, not only content: so no spacing, order or repeated key can hide.

@@ -24,7 +24,6 @@ from stormo.checkpoint.format import (
     LOCAL,
     OWN,
     SECTIONS,
-    SHARD_NAME,
     FileEntry,
     is_sha256,
     load_json,
@@ -56,7 +55,7 @@ class StoredChunk:
     shape: Shape
     start: int  # its first byte in the file
     stop: int
-    sha256: str | None = None  # of its values; in version 2 for weights alone
+    sha256: str | None = None  # of its values; none in version 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +71,7 @@ class TensorEntry:
 Index = dict[str, dict[str, TensorEntry]]  # by section and name
 
 
-# index.json of version 3
+# index.json
 
 
 def index_json(index: Index) -> bytes:
@@ -133,7 +132,7 @@ def _rank_chunks(listed: Any, files: Mapping[str, FileEntry]) -> tuple[RankChunk
     return tuple(chunks)
 
 
-# index-00000.json of version 3
+# index-00000.json
 
 
 def rank_index_json(index: Index) -> bytes:
@@ -191,51 +190,7 @@ def _stored(entry: TensorEntry) -> tuple[StoredChunk, ...]:
     return entry.chunks  # type: ignore[return-value]
 
 
-# index.json of version 2
-
-
-def parse_index_v2(data: bytes, files: Mapping[str, FileEntry]) -> Index:
-    """The index of a checkpoint of version 2; a `ValueError` says what is wrong with it."""
-    body = load_json(data)
-    if not isinstance(body, dict) or body.keys() - {LOCAL} != set(SECTIONS):
-        raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}")
-    index = {
-        section: {name: _entry_v2(name, value, files) for name, value in _section(body, section).items()}
-        for section in body
-    }
-    for entries in index.values():
-        for name, entry in entries.items():
-            _require_covered(repr(name[:100]), [(chunk.offset, chunk.shape) for chunk in entry.chunks], entry.shape)
-    return index
-
-
-def _entry_v2(name: str, value: Any, files: Mapping[str, FileEntry]) -> TensorEntry:
-    shown = repr(name[:100])
-    fields = value if isinstance(value, dict) else {}
-    dtype, shape = _dtype_and_shape(shown, fields.get("dtype"), fields.get("shape"))
-    if not isinstance(listed := fields.get("boxes"), list):
-        raise ValueError(f"its entry for {shown} has no list of chunks")
-    return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(_chunk_v2(shown, one, dtype, files) for one in listed))
-
-
-def _chunk_v2(shown: str, value: Any, dtype: torch.dtype, files: Mapping[str, FileEntry]) -> StoredChunk:
-    if not isinstance(value, dict):
-        raise ValueError(f"a chunk of {shown} is not an object")
-    file, sha256 = value.get("file"), value.get("sha256")
-    if not isinstance(file, str) or SHARD_NAME.fullmatch(file) is None or file not in files:
-        raise ValueError(f"a chunk of {shown} lies in {str(file)[:100]!r}, which is no tensor file of this checkpoint")
-    offset, shape, span = _sizes(value.get("offset")), _sizes(value.get("shape")), _sizes(value.get("bytes"))
-    if offset is None or shape is None or span is None or len(span) != 2:
-        raise ValueError(f"a chunk of {shown} has no valid offset, shape and bytes")
-    if sha256 is not None and not is_sha256(sha256):
-        raise ValueError(f"a chunk of {shown} has no valid SHA-256")
-    start, stop = span
-    if stop > files[file].size_bytes or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"a chunk of {shown} of shape {list(shape)} does not lie in bytes {start} to {stop} of {file}")
-    return StoredChunk(file=file, offset=offset, shape=shape, start=start, stop=stop, sha256=sha256)
-
-
-# All indexes
+# Both indexes
 
 
 def _section(body: Mapping[str, Any], section: str) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def restore_sharded(
 
 
 def losses_of(ranks: Mapping[str, Tensor]) -> list[float]:
-    """The losses of all ranks where they are stored as tensors: up to version 2."""
+    """The losses of all ranks where they are stored as tensors: in early checkpoints of version 1."""
     return [float(tensor) for name, tensor in ranks.items() if name.endswith("/loss")]
 
 

@@ -31,19 +31,16 @@ from stormo.checkpoint.format import (
     MANIFEST,
     MAX_INDEX_BYTES,
     MAX_MANIFEST_BYTES,
-    ONE_INDEX,
     OWN,
     RANK_INDEX_NAME,
     RANKS,
     SECTIONS,
-    SHARDED,
     STATE,
     STEP_NAME,
     TENSOR_FILES,
     VALUES,
     WHOLE,
     CorruptCheckpointError,
-    FileEntry,
     Found,
     Manifest,
     Snapshot,
@@ -63,7 +60,6 @@ from stormo.checkpoint.index import (
     digest_of_ranks,
     overlapping,
     parse_index,
-    parse_index_v2,
     parse_rank_index,
 )
 from stormo.checkpoint.tensors import DTYPES, decode, from_bytes, header_length, weights_digest
@@ -148,15 +144,12 @@ def load(path: Path | str) -> Snapshot:
     """Verify and read a checkpoint, its tensors whole; the error for a bad one names the newest good one beside it."""
     try:
         with Reader(path) as reader:
-            version, state = reader.manifest.version, reader.state()
-            if version == WHOLE:
-                model, optimizer = (reader.tensors(name) for name in TENSOR_FILES[:2])
+            state = reader.state()
+            if reader.manifest.version == WHOLE:
+                model, optimizer, ranks = (reader.tensors(name) for name in TENSOR_FILES)
             else:
                 model, optimizer = reader.read_sections(*SECTIONS)
-            if version == SHARDED:
                 ranks = {f"{rank}/{n}": t for rank in reader.ranks() for n, t in reader.rank_tensors(rank).items()}
-            else:
-                ranks = reader.tensors(RANKS)
             check_digest(reader, model)
     except CorruptCheckpointError as error:
         raise with_newest_good(error, Path(path)) from error
@@ -168,8 +161,6 @@ def check_digest(reader: Reader, model: Mapping[str, Tensor]) -> None:
     manifest = reader.manifest
     if manifest.digest_of == VALUES:
         digest = weights_digest(model)
-    elif manifest.version == ONE_INDEX:
-        digest = chunks_digest(reader.entries("model"))
     else:
         digest = digest_of_ranks(chunks_digest(reader.rank_index(rank).get("model", {})) for rank in reader.ranks())
     if digest != manifest.weights_sha256:
@@ -193,7 +184,7 @@ class ReadItem:
 class Reader:
     """An open checkpoint. A `CorruptCheckpointError` names the damaged file.
 
-    If every wanted chunk of a file has its own SHA-256, only these chunks are read. Otherwise all of the file is read
+    Of a shard only the wanted chunks are read, each compared with its own SHA-256. Of version 1 all of a file is read
     and hashed: use the values only when the call has returned. At most one chunk is held in memory besides. A folder
     that is not published yet has no manifest: it is given.
     """
@@ -317,30 +308,28 @@ class Reader:
         """`index.json`; of version 1, which has none, the sections read so far."""
         if self.manifest.version == WHOLE:
             return {}
-        return self._parsed(INDEX, parse_index_v2 if self.manifest.version == ONE_INDEX else parse_index)
+        return self._parsed(INDEX, lambda data: parse_index(data, self.manifest.files))
 
     def rank_index(self, rank: int) -> Index:
         """What one rank holds of all sections; in version 3 alone."""
         if rank not in self._rank_indexes:
             size_bytes = self.manifest.files[shard_name(rank)].size_bytes
-            index = self._parsed(rank_index_name(rank), lambda data, _: parse_rank_index(data, rank, size_bytes))
+            index = self._parsed(rank_index_name(rank), lambda data: parse_rank_index(data, rank, size_bytes))
             self._rank_indexes[rank] = index
         return self._rank_indexes[rank]
 
     def local_entries(self, rank: int) -> Mapping[str, TensorEntry]:
-        """The tensors of the section `local`, at least those of this rank."""
-        if self.manifest.version == SHARDED:
-            return self.rank_index(rank).get(LOCAL, {}) if rank_index_name(rank) in self.manifest.files else {}
-        return self.index.get(LOCAL, {})
+        """This rank's tensors of the section `local`."""
+        return self.rank_index(rank).get(LOCAL, {}) if rank_index_name(rank) in self.manifest.files else {}
 
-    def _parsed(self, name: str, parse: Callable[[bytes, Mapping[str, FileEntry]], Index]) -> Index:
+    def _parsed(self, name: str, parse: Callable[[bytes], Index]) -> Index:
         size_bytes = self.manifest.files[name].size_bytes
         if size_bytes > MAX_INDEX_BYTES:
             raise CorruptCheckpointError(
                 self.path / name, f"it is {size_bytes:,} bytes long, of which {MAX_INDEX_BYTES:,} are allowed"
             )
         try:
-            index = parse(self._read(name), self.manifest.files)
+            index = parse(self._read(name))
         except ValueError as error:
             raise CorruptCheckpointError(self.path / name, str(error)) from error
         self._require_disjoint(index.values(), name)
@@ -399,7 +388,7 @@ class Reader:
 
     def rank_tensors(self, rank: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The generators and buffers of a rank: all of them, or only these names."""
-        if self.manifest.version != SHARDED:
+        if self.manifest.version == WHOLE:
             prefix = f"{rank}/"
             own = {n.removeprefix(prefix): t for n, t in self.tensors(RANKS).items() if n.startswith(prefix)}
             return {name: tensor for name, tensor in own.items() if names is None or name in names}
@@ -435,11 +424,9 @@ class Reader:
                 chunk = self._stored(item.section, entry, found) if isinstance(found, RankChunk) else found
                 spans = by_file.setdefault(chunk.file, {})
                 spans.setdefault((chunk.start, chunk.stop), []).append((entry, chunk, item))
+        read = self._read_through if self.manifest.version == WHOLE else self._read_chunks
         for file, spans in sorted(by_file.items()):
-            if all(chunk.sha256 is not None for each in spans.values() for _, chunk, _ in each):
-                self._read_chunks(file, spans)
-            else:
-                self._read_through(file, spans)
+            read(file, spans)
 
     def _stored(self, section: str, entry: TensorEntry, wanted: RankChunk) -> StoredChunk:
         """Where a rank has a chunk."""
@@ -478,7 +465,7 @@ class Reader:
         with self.open_file(name) as file:
             for start, stop in sorted(spans):
                 if start < at:
-                    raise CorruptCheckpointError(self.path / INDEX, f"two of its chunks share bytes of {name}")
+                    raise CorruptCheckpointError(self.path / name, "two of its tensors share bytes")
                 _require_memory(self.path / name, stop - start)
                 _hash_on(file, start - at, digest)
                 data = bytearray(stop - start)

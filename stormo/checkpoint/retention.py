@@ -71,7 +71,7 @@ def _remove_superseded(folder: Path, saved: Manifest, policy: RetentionPolicy, n
         try:
             manifest = read_manifest(revisions[0])
         except CorruptCheckpointError:
-            continue  # damaged, or of a later format: it does not count as kept, and a person may want to look
+            continue  # damaged, or of another format: it does not count as kept, and a person may want to look
         if manifest.identity == saved.identity:
             good.append((revisions[0], manifest))
             surplus.extend(revisions[1:])
