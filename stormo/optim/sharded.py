@@ -48,10 +48,7 @@ def check_elementwise(
         units: what must be stepped independently, for the message.
         instead: what to set instead, for the message.
     """
-    declared, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
-    known = any(_is_own(optimizer, kind, ("step", "_init_group")) for kind in _ELEMENTWISE) or _is_own(
-        optimizer, LayerwiseOptimizer, ("step",)
-    )
+    declared, name, known = getattr(optimizer, "elementwise", None), type(optimizer).__name__, _is_known(optimizer)
     hooks = [
         f"{method}({getattr(hook, '__name__', type(hook).__name__)})"
         for method, table in (
@@ -74,6 +71,17 @@ def check_elementwise(
         f"{shares}, and it is not known to step every {units} independently",
         f"{instead}, or elementwise = True in its class if it does",
     )
+
+
+def steps_elementwise(optimizer: Optimizer) -> bool:
+    """Whether its step on shards is that on whole layers, apart from hooks: it is known to be, or declared."""
+    declared: bool | None = getattr(optimizer, "elementwise", None)
+    return _is_known(optimizer) if declared is None else declared
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    is_of_torch = any(_is_own(optimizer, kind, ("step", "_init_group")) for kind in _ELEMENTWISE)
+    return is_of_torch or _is_own(optimizer, LayerwiseOptimizer, ("step",))
 
 
 def _is_own(optimizer: Optimizer, kind: type[Optimizer], methods: tuple[str, ...]) -> bool:

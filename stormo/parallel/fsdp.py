@@ -375,14 +375,20 @@ KEPT_BYTES = 256 << 20  # of gathered weights, which are then not gathered again
 UNITS_OF_ONE_WORKER = 4  # more units save memory, fewer save host time: some milliseconds a step for each
 
 
-def require_rows(model: nn.Module) -> None:
-    """Refuse parameters without dimensions."""
+def require_rows(model: nn.Module, instead: str = "--strategy ddp") -> None:
+    """Refuse parameters that cannot be cut by rows."""
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise SettingError(
                 f"the parameter {name} is a single number",
                 "the axis shard cuts parameters by their rows",
-                "give it the shape [1], or set --strategy ddp",
+                f"give it the shape [1], or set {instead}",
+            )
+        if not parameter.is_contiguous():
+            raise SettingError(
+                f"the parameter {name} is not contiguous in memory, as after a transpose",
+                "the axis shard cuts parameters by their rows",
+                f"make it of a .contiguous() tensor, or set {instead}",
             )
 
 

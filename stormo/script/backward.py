@@ -72,6 +72,8 @@ class Backward:
         if source is not None and count is None and reduction is None:
             self._check_reduction(loss, source, site, post)
         weight = self._weight(source, count, post, is_sum=is_sum)
+        for group in groups if not (loop.is_accumulating or is_last) else []:  # `arm` does it for a single micro-batch
+            group.exchange.count_once()
         try:
             before = None
             for group in groups[::-1] if is_last else []:  # what was wrapped last computes last
@@ -88,6 +90,7 @@ class Backward:
             )
             raise
         loop.is_accumulating, loop.awaits_more = not is_last, more
+        loop.has_micro_batch = not is_last and (loop.has_micro_batch or not more)
         if is_last:
             self._finish()
         else:

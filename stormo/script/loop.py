@@ -57,7 +57,8 @@ class Loop:
     begin: Callable[[], None]  # called when the first loader starts
     groups: list[Group] = field(default_factory=list)
     iterating: list[LoaderBase] = field(default_factory=list)  # in the middle of an epoch, the innermost last
-    is_accumulating: bool = False  # between the micro-batches of a step
+    is_accumulating: bool = False  # between the backwards of a step
+    has_micro_batch: bool = False  # of several of a step, one is complete
     is_stepping: bool = False  # inside of the step of a wrapped optimizer
     awaits_more: bool = False  # the last backward said more=True
     closure_losses: list[tuple[float, Tensor]] | None = None  # in a closure: the losses so far, each with its weight
@@ -204,9 +205,10 @@ class LoaderBase:
         if info.step_samples is not None and info.step_samples < size * self.accumulate:
             product = f"{pluralize(size, 'worker')} × {pluralize(self.accumulate, 'micro-batch')}"
             error = SettingError(
-                f"a training loop began with a batch of {info.step_samples}",
-                f"{product} need at least {size * self.accumulate} samples",
-                "give larger batches, start fewer workers, or call model.eval() if nothing is trained",
+                f"a model in training mode was given a batch of {pluralize(info.step_samples, 'sample')}",
+                f"{product} need at least {size * self.accumulate}",
+                "give larger batches or start fewer workers; where nothing is trained, call model.eval(), or leave the "
+                "short last batch out by drop_last=True",
             )
             self.loop.check.raise_on_all(error)
 

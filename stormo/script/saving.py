@@ -89,7 +89,7 @@ def load(loop: Loop, folder: Path) -> dict[str, Any] | None:
     _require_count(path, "training loaders", sum(number in loop.loaders for number in trained), len(trained))
     for group, saved in zip(loop.groups, groups, strict=True):
         _load_group(_prefix(loop, group), group, saved, model, optimizer, path)
-    loop.is_accumulating = False
+    loop.is_accumulating = loop.has_micro_batch = False
     for number, loader in loop.loaders.items():
         if number in loaders:
             loader.load_state(loaders[number])

@@ -17,6 +17,7 @@ from stormo.config.mesh import Mesh
 from stormo.distributed.parallel_dims import ParallelDims
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
+from stormo.optim.sharded import steps_elementwise
 from stormo.parallel.exchange import GradientExchange
 from stormo.parallel.units import units_of
 from stormo.script.loop import Loop
@@ -48,22 +49,41 @@ def shard_models(loop: Loop, models: list[nn.Module], optimizers: list[Optimizer
                 "its state is of whole parameters",
                 "wrap it before the first step; world.load() restores a saved one",
             )
+        check_optimizer(optimizer)
     whole = {p: (number, n) for number, model in enumerate(models) for n, p in model.named_parameters()}
     dims = ParallelDims(Mesh(shard=world.size), world.rank, world.device, world.timeout)
     for model in models:
-        require_rows(model)
+        require_rows(model, 'strategy="ddp"')
         shard(model, units_of(model), dims, dtype=dtype, frees=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # world.backward gives every worker's loss its weight, so gradients are summed.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        model.register_forward_pre_hook(lambda *_: _before_forward(loop))
+        # Before torch's own hook, which gathers weights: a worker that is refused would leave the others in it.
+        model.register_forward_pre_hook(lambda *_: _before_forward(loop), prepend=True)
+        model.register_forward_hook(_after_forward)
     cut = {(number, name): p for number, model in enumerate(models) for name, p in model.named_parameters()}
     for optimizer in optimizers:
         for settings in optimizer.param_groups:
             settings["params"] = [cut[whole[parameter]] for parameter in settings["params"]]
     loop.has_shards = True
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step on shards is not its step on whole layers."""
+    if not steps_elementwise(optimizer):
+        raise SettingError(
+            f'world.wrap() was given the optimizer {type(optimizer).__name__} for a model with strategy="fsdp"',
+            "workers would each step a part of a layer, and it is not known to step every element independently",
+            'set strategy="ddp", or elementwise = True in its class if it does',
+        )
+
+
+def _after_forward(model: nn.Module, *_: Any) -> None:
+    """Without a backward nothing else would turn gathered weights back into the shards that the optimizer has."""
+    if not torch.is_grad_enabled():
+        model.reshard()  # type: ignore[operator]
 
 
 def _before_forward(loop: Loop) -> None:
@@ -78,7 +98,7 @@ def _before_forward(loop: Loop) -> None:
             error = SettingError(
                 f"a batch of {pluralize(info.step_samples or 0, 'sample')} was given to a sharded model",
                 f"every worker must run it, and {pluralize(size, 'worker')} × {loader.accumulate} need {least}",
-                "loop under torch.no_grad(), which joins it to the batch before, or choose another batch size",
+                "choose a larger batch size; a short last batch is joined to the one before under torch.no_grad()",
             )
             loop.check.raise_on_all(error)
     loop.check.wait()

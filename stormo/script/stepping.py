@@ -63,10 +63,10 @@ class OptimizerGate:
             loader.step_taken()
 
     def _zero_grad(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._loop.is_accumulating:
+        if self._loop.has_micro_batch:
             return None
         self.cleared()
-        return inner(*args, **kwargs)
+        return _clear(self._loop, inner, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         closure = args[0] if args else kwargs.get("closure")
@@ -268,13 +268,24 @@ class Group:
         return result
 
     def _zero_grad(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.loop.is_accumulating:
+        if self.loop.has_micro_batch:
             return None
         cleared = set(module.parameters())
         for gate in self.gates:
             if cleared.issuperset(gate.parameters):
                 gate.cleared()
-        return inner(*args, **kwargs)
+        return _clear(self.loop, inner, *args, **kwargs)
+
+
+def _clear(loop: Loop, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A `zero_grad`, perhaps after the first of several losses of a step."""
+    partial = loop.groups if loop.is_accumulating else []
+    for group in partial:
+        group.require_untouched()
+    result = inner(*args, **kwargs)
+    for group in partial:
+        group.end_micro_batch()
+    return result
 
 
 def _is_called_by_scaler() -> bool:

@@ -21,7 +21,7 @@ from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.pytree import tree_map_only
 from stormo.script.collective_check import batch_norm_site, call_site
 from stormo.script.loop import Loop
-from stormo.script.sharding import shard_models
+from stormo.script.sharding import check_optimizer, shard_models
 from stormo.script.stepping import Group, replace_method
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
@@ -45,6 +45,9 @@ def wrap(
     loop.check.exchange(f"world.wrap({compress=}, {strategy=}, {precision=}) in {call_site()}")
     if group is not None:
         _check_new([], parts, loop.groups)
+        for optimizer in parts if group.is_sharded else ():
+            if isinstance(optimizer, Optimizer):
+                check_optimizer(optimizer)
         group.add(parts)
         return
     if _IS_SHARDED[strategy]:

@@ -91,7 +91,7 @@ def _no_stream(world: World, model: Any) -> None:
         world.backward(model(x.double()).mean())
 
 
-_SMALL = "a training loop began with a batch of 2, but 3 workers × 1 micro-batch need at least 3 samples"
+_SMALL = "a model in training mode was given a batch of 2 samples, but 3 workers × 1 micro-batch need at least 3"
 REFUSED: dict[Callable[[World, Any], None], str] = {
     _too_small: _SMALL,
     _too_small_and_last: _SMALL,

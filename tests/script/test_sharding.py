@@ -39,6 +39,23 @@ def _make(kind: str = "adamw", *, has_norm: bool = True) -> tuple[nn.Module, tor
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+class Rooted(nn.Module):
+    """A parameter and layers outside of the blocks, so that the root has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x * self.scale)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.last(x)
+        return found
+
+
 def _loader() -> DataLoader[Any]:
     return DataLoader(data(34), batch_size=8)  # the last batch has fewer samples than there are workers
 
@@ -91,6 +108,37 @@ def test_the_same_over_nccl() -> None:
         found, *_ = pool.run(_train, 2, "sgd", 1, 0.05)
     del found["error"]
     assert relative_difference(found, expected) < 1e-10
+
+
+def _changed_after_evaluations(workers: Workers, strategy: Any) -> Weights:
+    """An optimizer that is made, and parameters that are frozen and changed, each after an evaluation."""
+    world = world_of(workers)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    model = world.wrap(Rooted(), strategy=strategy)
+    loader, checks = world.loader(DataLoader(data(32), batch_size=8)), world.loader(DataLoader(data(9), batch_size=9))
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            for x, _ in checks:
+                model(x)
+
+    evaluate()
+    optimizer = world.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for epoch in range(3):
+        evaluate()
+        model.scale.requires_grad_(epoch != 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        world_loop(world, model, optimizer, loader, 1)
+    return whole_tensors(model.state_dict(), workers)
+
+
+def test_after_an_evaluation_the_parameters_are_the_shards_again(run_ranks: Ranks) -> None:
+    expected, *_ = run_ranks(_changed_after_evaluations, 1, "ddp")
+    found, *_ = run_ranks(_changed_after_evaluations, 2, "fsdp")
+    assert relative_difference(found, expected) < 1e-12
 
 
 def _part(workers: Workers, folder: str, strategy: Any, num_epochs: int) -> Weights:
@@ -147,6 +195,16 @@ def _wrong(workers: Workers, kind: str) -> None:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     more = [nn.Sequential(model[0], nn.Linear(8, 1))] if kind == "shared" else []
+    if kind == "small batch, root":
+        model = Rooted()
+    if kind == "transposed":
+        model[0].weight = nn.Parameter(torch.randn(4, 8).t())
+    if kind in ("small batch, root", "transposed"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "LBFGS":
+        optimizer = torch.optim.LBFGS(model.parameters())
+    if kind == "LBFGS later":
+        world.wrap(torch.optim.LBFGS(world.wrap(model, strategy="fsdp").parameters()))
     world.wrap(model, *more, optimizer, **OPTIONS.get(kind, {"strategy": "fsdp"}))
     model.eval()
     for x, _ in world.loader(data(5), global_batch_size=4):
@@ -171,6 +229,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     [
         ("stepped", "an optimizer that has stepped", 2),
         ("small batch", "a batch of 1 sample was given to a sharded model", 2),
+        ("small batch, root", "a batch of 1 sample was given to a sharded model", 2),
+        ("LBFGS", "it is not known to step every element independently", 2),
+        ("LBFGS later", "it is not known to step every element independently", 2),
+        ("transposed", "the parameter 0.weight is not contiguous in memory", 2),
         ("shared", "models that share the parameter 0.weight", 2),
         ("shared", "models that share the parameter 0.weight", 1),
         ("strategy", "replicas or shards", 1),

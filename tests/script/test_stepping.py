@@ -157,7 +157,7 @@ REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
     data_in_wrap: "world.wrap() was given a DataLoader",
     no_batch_size: "world.loader() was given batch_size=None and global_batch_size=None",
     a_loader_with_settings: "world.loader() was given a DataLoader and further settings",
-    small_batches: "a training loop began with a batch of 2, but 1 worker × 3 micro-batches need at least 3 samples",
+    small_batches: "a model in training mode was given a batch of 2 samples, but 1 worker × 3 micro-batches need at ",
     sum_of_text: "a str was to be reduced over the workers",
     save_a_model: "a Net was to be saved (extra/0/model)",
     counts_of_nothing: "world.backward() was called with counts that add up to 0",
@@ -296,6 +296,82 @@ def _two_at_once(workers: Workers) -> Weights:
 def test_loaders_side_by_side_weigh_each_by_its_own(run_ranks: Ranks) -> None:
     (alone,) = run_ranks(_two_at_once, 1)
     for found in run_ranks(_two_at_once, 3):
+        assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in alone.items())
+
+
+def _adversaries(workers: Workers, accumulate: int) -> Weights:
+    """The generator's gradients are cleared between the critic's loss and its own, in both of torch's ways."""
+    world = world_of(workers)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    generator, generator_optimizer = world.wrap(*_with_sgd(nn.Linear(4, 3)))
+    critic, critic_optimizer = world.wrap(*_with_sgd(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))))
+    for number, (x, y) in enumerate(world.loader(DataLoader(data(32), batch_size=8), accumulate=accumulate)):
+        fake = generator(x)
+        critic_optimizer.zero_grad()
+        world.backward((critic(fake.detach()) - y[:, :1]).square().mean(), more=True)
+        generator_optimizer.zero_grad(set_to_none=number % 3 != 0)
+        world.backward(critic(fake).square().mean())
+        generator_optimizer.step()
+        critic_optimizer.step()
+    return {
+        f"{name}.{key}": value
+        for name, model in (("g", generator), ("c", critic))
+        for key, value in weights(model).items()
+    }
+
+
+def _with_sgd(model: nn.Module) -> tuple[nn.Module, torch.optim.SGD]:
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _plain_adversaries() -> Weights:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    generator, generator_optimizer = _with_sgd(nn.Linear(4, 3))
+    critic, critic_optimizer = _with_sgd(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)))
+    for x, y in DataLoader(data(32), batch_size=8):
+        fake = generator(x)
+        critic_optimizer.zero_grad()
+        (critic(fake.detach()) - y[:, :1]).square().mean().backward()
+        generator_optimizer.zero_grad()
+        critic(fake).square().mean().backward()
+        generator_optimizer.step()
+        critic_optimizer.step()
+    return {
+        f"{name}.{key}": value
+        for name, model in (("g", generator), ("c", critic))
+        for key, value in weights(model).items()
+    }
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(1, 1), (3, 1), (2, 2)])
+def test_gradients_are_cleared_between_two_losses_of_a_step(run_ranks: Ranks, size: int, accumulate: int) -> None:
+    expected = _plain_adversaries()
+    for found in run_ranks(_adversaries, size, accumulate):
+        assert all(torch.allclose(found[name], value, rtol=1e-12, atol=1e-14) for name, value in expected.items())
+
+
+def _kept_gradients(workers: Workers, change: str) -> Weights:
+    """Gradients stay from step to step, as they are or changed."""
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    for batch in _loader(world, accumulate=2):
+        world.backward(_loss(model, batch))
+        if change == "clipped":
+            world.clip_grad_norm(model.parameters(), 0.3)
+        optimizer.step()
+        if change == "decayed" and world.is_last_micro_batch:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+    return weights(model)
+
+
+@pytest.mark.parametrize("change", ["", "clipped", "decayed"])
+def test_kept_gradients_count_once(run_ranks: Ranks, change: str) -> None:
+    (alone,) = run_ranks(_kept_gradients, 1, change)
+    for found in run_ranks(_kept_gradients, 3, change):
         assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in alone.items())
 
 

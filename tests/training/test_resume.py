@@ -115,6 +115,11 @@ def test_micro_batches_that_the_user_changes_are_as_large_as_that_makes_them_fro
     assert (again.accumulate, again.initial.num_workers, again.initial.batch_per_pass) == (1, 2, 128)
 
 
+def test_fewer_workers_take_a_batch_of_one_sample_for_each_of_those_before() -> None:
+    _begin("--global-batch-size 3", num_workers=3)
+    assert _resume(num_workers=2).accumulate == 1  # 2 + 1: a second micro-batch would lack a sample
+
+
 def test_a_learning_rate_rests_on_the_batch_at_the_start_also_after_a_search() -> None:
     _begin("--batch-size 128 --base-lr 0.2")
     assert _resume("--batch-size auto").learning_rate == 0.4

@@ -204,7 +204,8 @@ def choose_micro_batches(config: TrainConfig, layout: Layout, micro_batch_size: 
     fitting = [n for n in range(unit, micro_batch_size + 1, unit) if micro_batch_size % n == 0]
     if asked is not None:
         if asked not in fitting:
-            parts = pluralize(asked, "equal part") + f" in rounds of {stages}" * is_looped
+            parts = pluralize(asked, "equal part")
+            parts += f", a multiple of {stages} with --schedule {config.sharding.schedule}" * is_looped
             raise SettingError(
                 f"--micro-batches {asked} was set",
                 f"{pluralize(micro_batch_size, 'sample')} of a worker cannot be split into {parts}",

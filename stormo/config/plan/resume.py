@@ -102,8 +102,10 @@ def _limit_micro_batch(config: TrainConfig, layout: Layout, facts: Facts, now: R
         return config
     if config.speed.sync_batch_norm:  # its statistics are those of a whole micro-batch
         return config
-    share = math.ceil(min(now.global_batch_size, facts.num_train) / layout.data_size / layout.devices_per_worker)
-    accumulate = max(config.batch.accumulate, math.ceil(share / now.batch_per_pass))
+    samples, workers = min(now.global_batch_size, facts.num_train), layout.data_size * layout.devices_per_worker
+    needed = math.ceil(math.ceil(samples / workers) / now.batch_per_pass)
+    # Every part of a batch needs a sample, so with few samples a micro-batch may be larger than at the start.
+    accumulate = max(config.batch.accumulate, min(needed, samples // workers))
     return replace(config, batch=replace(config.batch, accumulate=accumulate))
 
 

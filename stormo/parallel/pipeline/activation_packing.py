@@ -76,7 +76,10 @@ class ModelCall:
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], example: ModelCall | None = None) -> None:
         """`example` is a call with another number of samples: a mask may be as long as one of them, not as both."""
         known = () if example is None else example._names
-        self._names = [*(name for name in known if name in kwargs), *(name for name in kwargs if name not in known)]
+        self._names: list[str] = [
+            *(name for name in known if name in kwargs),
+            *(name for name in kwargs if name not in known),
+        ]
         leaves, self._tree = tree_flatten((tuple(args), {name: kwargs[name] for name in self._names}))
         self._lengths = [len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
         self.num_samples = next((length for length in self._lengths if length is not None), 0)
