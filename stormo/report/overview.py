@@ -13,17 +13,9 @@ from stormo.report.charts import Panel, Table
 from stormo.report.history import History, Line
 from stormo.telemetry.environment import job_text
 from stormo.telemetry.events import speed_of
-from stormo.telemetry.runs_folder import MISSING
+from stormo.telemetry.runs_folder import ENDS, MISSING
 from stormo.telemetry.text import format_duration, format_figure, format_rate, unit_rate
 
-ENDS = {
-    "target": "reached its target",
-    "epochs": "trained all its epochs",
-    "script": "reached its end",
-    "signal": "stopped by a signal; it can be resumed",
-    "divergence": "diverged",
-    "error": "ended by an error",
-}
 _STATES = {
     "waiting": "nothing written yet",
     "running": "still running",
