@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -73,6 +74,12 @@ class MissingPackageError(StormoError, ImportError):
             f"{needed_for} needs the package {package}, which is not installed; "
             f"install it with: pip install 'stormo[{extra}]'."
         )
+
+
+def require_package(package: str, needed_for: str, extra: str) -> None:
+    """Refuse what needs an optional package that is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(package, needed_for, extra)
 
 
 class RunFailedError(StormoError):

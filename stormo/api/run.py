@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from stormo.config.options import as_flags
 from stormo.config.schema import Run as RunSection
 from stormo.config.schema import TrainConfig
 from stormo.config.toml import read_toml
-from stormo.errors import MissingPackageError, SettingError
+from stormo.errors import SettingError, require_package
 from stormo.tasks.find import TASKS
 from stormo.telemetry.events import current_events, read_events
 from stormo.telemetry.folder import RunFolder, read_summary
@@ -74,8 +73,7 @@ class Run:
 
     def plot(self) -> Figure:
         """Losses, and the other validation metrics, over the epochs, as a figure of matplotlib."""
-        if importlib.util.find_spec("matplotlib") is None:
-            raise MissingPackageError("matplotlib", "run.plot()", "plot")
+        require_package("matplotlib", "run.plot()", "plot")
         from matplotlib import pyplot
 
         columns = self.history()

@@ -160,26 +160,21 @@ def load_json(data: bytes) -> Any:
 
 def parse_manifest(data: bytes) -> Manifest:
     """The manifest in `data`; a `ValueError` says what is wrong with it."""
-    try:
-        body = json.loads(data)
-        if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
-            raise ValueError("it is not the manifest of a stormo checkpoint")
-        # Version before seal: a later version may have another seal. `is int`: JSON's true equals 1.
-        if type(body.get("version")) is not int or body["version"] not in _REQUIRED:
-            raise ValueError(
-                f"it gives format version {str(body.get('version'))[:20]}, this stormo reads versions "
-                f"{WHOLE} and {SHARDED}"
-            )
-        seal = body.pop(_SEAL, None)
-        # Compare bytes, not only content: so no spacing, order or repeated key can hide.
-        if seal != _seal(body) or data != _canonical({**body, _SEAL: seal}):
-            raise ValueError("it does not match its own SHA-256: at least one byte changed since it was written")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not valid JSON ({error})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError("it is not valid text") from error
-    except RecursionError as error:
+    body = load_json(data)
+    if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
+        raise ValueError("it is not the manifest of a stormo checkpoint")
+    # Version before seal: a later version may have another seal. `is int`: JSON's true equals 1.
+    if type(body.get("version")) is not int or body["version"] not in _REQUIRED:
+        raise ValueError(
+            f"it gives format version {str(body.get('version'))[:20]}, this stormo reads versions {WHOLE} and {SHARDED}"
+        )
+    seal = body.pop(_SEAL, None)
+    try:  # compare bytes, not only content: so no spacing, order or repeated key can hide
+        is_sealed = seal == _seal(body) and data == _canonical({**body, _SEAL: seal})
+    except RecursionError as error:  # what is read may be too deep to be written
         raise ValueError("it is nested too deeply") from error
+    if not is_sealed:
+        raise ValueError("it does not match its own SHA-256: at least one byte changed since it was written")
     return _typed(body)
 
 

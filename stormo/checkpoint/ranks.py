@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormo.checkpoint.format import LOCAL, RANKS, CorruptCheckpointError
+from stormo.checkpoint.format import LOCAL, CorruptCheckpointError
 from stormo.checkpoint.index import TensorEntry
 from stormo.checkpoint.reader import Reader, ReadItem, with_newest_good
 from stormo.checkpoint.state import (
@@ -111,8 +111,6 @@ def restore_sharded(
         items += average_items(reader, strategy.average)
         restore_parts(reader, strategy.shards(), strategy.optimizer, items)
         state = reader.state()
-        if LOSSES not in state:
-            state[LOSSES] = losses_of(reader.tensors(RANKS))
         if is_same(state):
             for name, rank in state.get(BUFFERS, {}).items():
                 own |= reader.rank_tensors(rank, [BUFFER + name])
@@ -124,11 +122,6 @@ def restore_sharded(
     raise_on_all_ranks(world, _left_over(world, path, strategy, stored))
     strategy.shards_changed()
     return state, own
-
-
-def losses_of(ranks: Mapping[str, Tensor]) -> list[float]:
-    """The losses of all ranks where they are stored as tensors: in early checkpoints of version 1."""
-    return [float(tensor) for name, tensor in ranks.items() if name.endswith("/loss")]
 
 
 def _left_over(world: World, path: Path, strategy: Strategy, stored: dict[str, set[str]]) -> Exception | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TextIO
 
 from stormo.config.plan import Plan, with_layers, with_task_optimizer
 from stormo.config.schema import TrainConfig
-from stormo.errors import MissingPackageError, SettingError, pluralize
+from stormo.errors import SettingError, pluralize, require_package
 from stormo.optim.schedule import make_schedule
 from stormo.tasks.check import has_several_optimizers
 from stormo.tasks.task import Task
@@ -86,8 +85,8 @@ def check(config: TrainConfig) -> None:
             f"its ending is none of {', '.join(_KINDS)}",
             "name a file with one of them, or none to see the curve here",
         )
-    if path.suffix in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
-        raise MissingPackageError("matplotlib", f"--plot-schedule {asked}", "plot")
+    if path.suffix in (".png", ".svg"):
+        require_package("matplotlib", f"--plot-schedule {asked}", "plot")
     if asked and not path.parent.is_dir():
         raise SettingError(f"--plot-schedule {asked} was set", f"there is no folder {path.parent}", "name another one")
 

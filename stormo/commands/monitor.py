@@ -29,6 +29,7 @@ from stormo.telemetry.text import (
     can_redraw,
     discard,
     encodable,
+    format_bytes,
     format_duration,
     nobody_reads,
     steady_console,
@@ -261,12 +262,7 @@ def _figure(value: str, unit: str, scale: float = 1.0, *, of: str = "", digits: 
 
 
 def _rate(bytes_per_s: float | None) -> str:
-    if bytes_per_s is None:
-        return "n/a"
-    for unit, scale in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if bytes_per_s >= scale * 0.9995:
-            return f"{bytes_per_s / scale:.1f} {unit}"
-    return f"{bytes_per_s:.0f} B/s"
+    return "n/a" if bytes_per_s is None else f"{format_bytes(bytes_per_s)}/s"
 
 
 def _view(reasons: Sequence[str], stack: ExitStack) -> Callable[[Sample], bool]:

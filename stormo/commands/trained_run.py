@@ -14,7 +14,7 @@ from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.runs_folder import find_run
-from stormo.training.resume import require_few_processes, require_own
+from stormo.training.resume import require_few_processes, require_own, run_of_checkpoint
 from stormo.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,14 +44,9 @@ def split_task_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def run_of(source: str, runs_folder: Path) -> RunFolder:
     """The run that is named, or whose checkpoint is."""
     path = Path(source)
-    if not (path / "manifest.json").is_file():
-        return find_run(runs_folder, source)
-    run = RunFolder(path.resolve().parent.parent)  # <run>/checkpoints/<step>
-    if not run.config.is_file():
-        raise SettingError(
-            f"checkpoint {path} was named", f"it lies in no run: there is no {run.config}", "name a checkpoint of a run"
-        )
-    return run
+    if (path / "manifest.json").is_file():
+        return run_of_checkpoint(path, f"checkpoint {path} was named")
+    return find_run(runs_folder, source)
 
 
 def read_run(

@@ -364,7 +364,6 @@ class ResolvedBatch:
     num_workers: int | None = None  # that shared the batch at the start; None in runs of old versions
     batch_per_pass: int | None = None  # stored name of the largest micro-batch of one worker at the start
     batch_per_worker: int | None = None  # samples for which --base-lr holds
-    own_rate_factor: float | None = None  # of the learning rates of a task's optimizer, which replace --base-lr
     link: dict[str, Any] | None = None  # the fields of a `Link`, where NCCL's settings were chosen for it
 
 

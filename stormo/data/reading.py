@@ -92,22 +92,23 @@ class SeededDataset(PickleByValue, Dataset[Any]):
     def __getitems__(self, keys: list[Key]) -> list[Any]:
         """The samples of a batch."""
         if self._may_draw and self._needs_seeds is None:
-            samples = self._read_seeded(keys)
+            samples = self.read_seeded(keys)
             index, seed = keys[0]
-            (again,) = self._read_seeded([(index, seed ^ 1)])
+            (again,) = self.read_seeded([(index, seed ^ 1)])
             self._needs_seeds = digest(samples[0]) != digest(again)
             return samples
         if self._needs_seeds:
-            return self._read_seeded(keys)
+            return self.read_seeded(keys)
         before = host_states() if self._may_draw else None
         samples = read(self.data, [index for index, _ in keys])
         if before is None or same_states(before, host_states()):
             return samples
         set_host_states(before)
         self._needs_seeds = True
-        return self._read_seeded(keys)
+        return self.read_seeded(keys)
 
-    def _read_seeded(self, keys: list[Key]) -> list[Any]:
+    def read_seeded(self, keys: list[Key]) -> list[Any]:
+        """The samples, each with generators seeded for it."""
         samples = []
         with generators_kept():  # once: putting them back takes longer than a seed
             for index, seed in keys:

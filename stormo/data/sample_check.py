@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from stormo.data.generators import generators_kept, seed_host
-from stormo.data.reading import read_one
+from stormo.data.reading import SeededDataset
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 
@@ -29,13 +29,7 @@ def require_same_samples(world: World, data: Any, *, may_read: bool) -> None:
         return
     indices = sorted({0, len(data) // 2, len(data) - 1})
 
-    def read() -> list[Any]:
-        samples = []
-        with generators_kept():
-            for index in indices:
-                seed_host(index)
-                samples.append(read_one(data, index))
-        return samples
+    read = partial(SeededDataset(data).read_seeded, [(index, index) for index in indices])
 
     def digests() -> list[_Digest] | None:
         return _digests(read) if may_read else None

@@ -14,7 +14,7 @@ from typing import Any
 from stormo.doctor.finding import Fact, Finding, Level, grouped
 from stormo.doctor.measure import OPEN_PORTS, OUTCOMES, AllReduce, Attempt, Device, Link, Measurements, WorkerInfo
 from stormo.errors import pluralize
-from stormo.telemetry.text import format_bytes
+from stormo.telemetry.text import format_bytes, format_time
 
 SLOW_DEVICE, VERY_SLOW_DEVICE = 0.8, 0.5  # of the median of its peers
 SLOW_CPU = 0.4  # other programs may share its cores
@@ -221,7 +221,7 @@ def _judge_inside(links: Sequence[Link], names: Names) -> list[Finding]:
         if not slow:
             slowest, latency_s = min(link.bytes_per_s for link in peers), max(link.latency_s for link in peers)
             text = f"{format_bytes(slowest)}/s or more between {pluralize(width, 'worker')} of each node, "
-            text += f"{time_text(latency_s)} or less"
+            text += f"{format_time(latency_s)} or less"
             found.append(Finding("inside", "ok", text, group="links"))
     return found
 
@@ -264,12 +264,12 @@ def _judge_peers(links: Sequence[Link], names: Names) -> list[Finding]:
     typical_s = median(link.latency_s for link in links)
     for link in links:
         if link not in slow and _is_late(link, typical_s, links):
-            text = f"answer each other after {time_text(link.latency_s)}, the others after {time_text(typical_s)}"
+            text = f"answer each other after {format_time(link.latency_s)}, the others after {format_time(typical_s)}"
             found.append(_link_finding("latency", "warning", names.nodes([link.a, link.b]), text, _FIX_LINK, link))
     fast = [link for link in sorted(links, key=lambda link: link.bytes_per_s) if link not in slow]
     if len(fast) <= _MOST_LISTED:
         for link in fast:
-            text = f"exchange {_rate(link)}, {time_text(link.latency_s)} for the smallest message"
+            text = f"exchange {_rate(link)}, {format_time(link.latency_s)} for the smallest message"
             found.append(_link_finding("link", "ok", names.nodes([link.a, link.b]), text, "", link))
         return found
     slowest, fastest = (format_bytes(link.bytes_per_s) for link in (fast[0], fast[-1]))
@@ -282,7 +282,7 @@ def _judge_all_reduce(all_reduce: AllReduce | None) -> list[Finding]:
         return []
     text = (
         f"all-reduce over {pluralize(all_reduce.num_ranks, 'worker')}: {format_bytes(all_reduce.bus_bytes_per_s)}/s "
-        f"each sends and receives, {time_text(all_reduce.latency_s)} for the smallest"
+        f"each sends and receives, {format_time(all_reduce.latency_s)} for the smallest"
     )
     facts = {"bus_bytes_per_s": all_reduce.bus_bytes_per_s, "latency_s": all_reduce.latency_s}
     return [Finding("all-reduce", "ok", text, facts=facts, group="links")]
@@ -364,13 +364,6 @@ def sentence(finding: Finding) -> str:
     """A finding in one sentence with its fix."""
     text = f"{finding.where} {finding.text}" if finding.where else finding.text
     return f"{text}; {finding.fix}" if finding.fix else text
-
-
-def time_text(seconds: float) -> str:
-    """A short time, such as 35 µs."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def flops_text(flops_per_s: float) -> str:

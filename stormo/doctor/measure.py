@@ -416,12 +416,12 @@ def own_address(rank_info: RankInfo, environ: Mapping[str, str] | None = None) -
     return next(iter(usable or numbers), LOOPBACK)
 
 
-def require_rendezvous(rank_info: RankInfo, limit_s: float = 5.0) -> None:
+def require_rendezvous(rank_info: RankInfo) -> None:
     """Raise if node 0's rendezvous, which stormo's launcher has opened by now, cannot be reached."""
     if rank_info.launcher != "local" or rank_info.node_id == 0:
         return
     try:
-        socket.create_connection((rank_info.master_addr, rank_info.master_port), limit_s).close()
+        socket.create_connection((rank_info.master_addr, rank_info.master_port), timeout=5.0).close()
     except OSError as error:
         why = OUTCOMES["timeout"] if isinstance(error, TimeoutError) else error.strerror or str(error)
         where = shown(rank_info.master_addr, rank_info.master_port)

@@ -49,9 +49,7 @@ class NodeMetrics:
         self._clock = clock
         self._host = socket.gethostname()
         self._temperatures = list(_processor_temperatures(system))
-        self._clocks = _evenly_chosen(
-            sorted(system.glob("devices/system/cpu/cpufreq/policy*/scaling_cur_freq")), _MOST_CLOCKS
-        )
+        self._clocks = _evenly_chosen(sorted(system.glob("devices/system/cpu/cpufreq/policy*/scaling_cur_freq")))
         self._rapl, missing = open_rapl(system / "class" / "powercap")
         self._no_power = next((each.reason for each in missing if each.kind == "cpu"), None)
         self._last: dict[str, tuple[float, float]] = {}  # counter -> (when, value)
@@ -192,8 +190,8 @@ def _processor_temperatures(system: Path) -> Iterable[Path]:
                     yield reading
 
 
-def _evenly_chosen(paths: list[Path], most: int) -> list[Path]:
-    return paths[:: -(-len(paths) // most)] if paths else []
+def _evenly_chosen(paths: list[Path]) -> list[Path]:
+    return paths[:: -(-len(paths) // _MOST_CLOCKS)] if paths else []
 
 
 def _numbers(paths: Iterable[Path]) -> list[float]:

@@ -63,18 +63,27 @@ def is_loopback_name(name: str) -> bool:
     return name in ("localhost", "::1") or name.startswith("127.")
 
 
-def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
-    """A socket that listens on one numeric address; port 0 lets the system choose."""
-    listener = socket.socket(family_of(number), socket.SOCK_STREAM)
+def bind(number: str, port: int, *, backlog: int | None = None) -> socket.socket:
+    """A socket bound to one numeric address, which listens if it has a backlog; port 0 lets the system choose."""
+    bound = socket.socket(family_of(number), socket.SOCK_STREAM)
     try:
         # Connections of a job that just ended may linger on the port; a live listener still keeps it.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((number, port))
-        listener.listen(backlog)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((number, port))
+        if backlog is not None:
+            bound.listen(backlog)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
+    """The same, listening; a `SettingError` says why it cannot."""
+    try:
+        return bind(number, port, backlog=backlog)
     except OSError as error:
-        listener.close()
         raise cannot_listen(number, port, error) from None
-    return listener
 
 
 def family_of(number: str) -> socket.AddressFamily:

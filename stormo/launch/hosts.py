@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stormo.config.options import without_flags
 from stormo.config.schema import CALL_ONLY, TrainConfig
 from stormo.errors import SettingError, pluralize
 from stormo.launch.address import family_of, is_loopback_name
@@ -213,7 +214,9 @@ def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str
     port = workers.master_port or derived_port(f"{hosts[0].name} {os.getpid()} {os.times().elapsed}")
     rest = list(arguments)
     at = rest.index("--") if "--" in rest else len(rest)  # what follows is a script's own
-    own, theirs = _without(rest[:at]), rest[at:]
+    anew = {*CALL_ONLY, "num_nodes", "num_gpus", "master_addr", "master_port"}  # for this call alone, or for each host
+    flags = {f"--{name.replace('_', '-')}": int(name != "print_commands") for name in anew}
+    own, theirs = without_flags(rest[:at], flags), rest[at:]
     if config.command.config is not None:
         own += ["--launcher", "auto"]  # the file may say otherwise
     command = [*stormo_command(verb), *own]
@@ -242,18 +245,3 @@ def _passed_on() -> list[str]:
     more = {*_PASSED_ON_WHOLE, *os.environ.get(_PASS, "").replace(" ", "").split(",")}
     usual = {name for name in os.environ if name.startswith(_PASSED_ON) and name not in _OF_THIS_HOST}
     return sorted(name for name in os.environ if name in usual | more)
-
-
-def _without(arguments: Sequence[str]) -> list[str]:
-    """The command line without the flags of this call and those that each host gets anew."""
-    taken = {*CALL_ONLY, "num_nodes", "num_gpus", "master_addr", "master_port"}
-    kept: list[str] = []
-    rest = iter(arguments)
-    for word in rest:
-        name, equals, _ = word.partition("=")
-        key = name.removeprefix("--").removeprefix("no-").replace("-", "_")
-        if not name.startswith("--") or key not in taken:
-            kept.append(word)
-        elif not equals and key != "print_commands":
-            next(rest, None)  # its value
-    return kept

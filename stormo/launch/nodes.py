@@ -96,6 +96,11 @@ def launched_by(info: RankInfo | None) -> Launched | None:
     """The shape of a world that another program has started; None where stormo starts it."""
     if info is None or info.launcher == "local":
         return None
+    return shape_of(info)
+
+
+def shape_of(info: RankInfo) -> Launched:
+    """The shape of the world that this process is in."""
     return Launched(
         launcher=info.launcher,
         world_size=info.world_size,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from stormo.errors import StormoError
-from stormo.launch.address import LOOPBACK, cannot_listen, family_of, listen, listening_address
+from stormo.launch.address import LOOPBACK, bind, cannot_listen, listen, listening_address
 from stormo.launch.auth import job_secret
 from stormo.launch.client import Client
 from stormo.launch.control import ChannelTimeouts, Go, Hello
@@ -61,7 +61,7 @@ class Rendezvous:
     def script_has_group(self) -> bool:
         """Whether a script has opened its own process group at the reserved port."""
         try:
-            _bind(self.store_addr, self.script_port).close()
+            bind(self.store_addr, self.script_port).close()
         except OSError:
             return True
         return False
@@ -118,20 +118,9 @@ def _single_node(node: Node, stack: ExitStack) -> Rendezvous:
 def _reserve(number: str, port: int, stack: ExitStack) -> int:
     """Bind a port, so that no other process gets it, without listening, so that torch can."""
     try:
-        return int(stack.enter_context(_bind(number, port)).getsockname()[1])
+        return int(stack.enter_context(bind(number, port)).getsockname()[1])
     except OSError as error:
         raise cannot_listen(number, port, error) from None
-
-
-def _bind(number: str, port: int) -> socket.socket:
-    bound = socket.socket(family_of(number))
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((number, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 def _join(control: Client | Server, signals: SignalQueue) -> Mapping[str, Any]:

@@ -315,7 +315,7 @@ class _Job:
 
 def main() -> None:
     """Read what to run, fork a watcher of the connection, and become the command."""
-    received = json.loads(_read_line(0))
+    received = json.loads(_read_line())
     os.environ.update(received["environ"])
     for descriptor in (STDOUT, STDERR):  # the lines before it are of the login
         os.write(descriptor, _STARTED + b"\n")
@@ -331,11 +331,11 @@ def main() -> None:
     os.execv(received["command"][0], received["command"])
 
 
-def _read_line(descriptor: int) -> bytes:
-    """One line and not a byte more, as the rest is for the watcher."""
+def _read_line() -> bytes:
+    """One line of the input and not a byte more, as the rest is for the watcher."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
+        byte = os.read(0, 1)
         if not byte:
             sys.exit("stormo: the connection ended before the command came")
         line += byte

@@ -117,8 +117,7 @@ def _record_norm(layer: NormAct, dtype: torch.dtype, in_training: bool) -> None:
             activation=layer.activation,
             residual_bias=residual_bias,
             num_batches_tracked=num_batches_tracked,
-            reduce_stats=reduce,
-            reduce_grads=reduce,
+            reduce=reduce,
         )
         if in_training:
             y.sum().backward()  # as a loss does; an explicit gradient makes torch import sympy: a second

@@ -53,8 +53,7 @@ class _Options:
     momentum: float
     eps: float
     mask: _Mask
-    reduce_stats: Reduce | None
-    reduce_grads: Reduce | None
+    reduce: Reduce | None
     absent: bool
 
 
@@ -114,9 +113,9 @@ class _FusedNormAct(torch.autograd.Function):
             if not options.training:
                 # A copy: a training pass before this one's backward would move the running mean in place.
                 mean, invstd = running_mean.clone(), (running_var + options.eps).rsqrt()
-            elif options.reduce_stats is not None:
+            elif options.reduce is not None:
                 statistics = running_mean, running_var, num_batches_tracked
-                mean, invstd, count = _global_statistics(x, matrix, *statistics, options, options.reduce_stats)
+                mean, invstd, count = _global_statistics(x, matrix, *statistics, options, options.reduce)
             else:
                 mean, invstd = torch.empty_like(running_mean), torch.empty_like(running_var)
                 partials = _partial_statistics(x, matrix)
@@ -200,12 +199,12 @@ class _FusedNormAct(torch.autograd.Function):
                 RESIDUAL_BIAS=has_bias_grad,
                 **tile.reduction,
             )
-            if options.training and options.reduce_grads is not None:
+            if options.training and options.reduce is not None:
                 sums = partials.sum(1, dtype=torch.float64)
                 grad_bias, grad_weight, *others = sums.float().unbind()
                 grad_residual_bias = others[0] if others else None  # a parameter's gradient: local, as the other two
                 vector = sums[:2].zero_().view(-1) if options.absent else sums[:2].view(-1)
-                options.reduce_grads(vector)
+                options.reduce(vector)
                 means = (vector.view(2, -1) / (matrix.num_rows if count is None else count)).float()
             else:
                 launch(
@@ -273,16 +272,14 @@ def norm_act(
     activation: bool,
     residual_bias: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
-    reduce_stats: Reduce | None = None,
-    reduce_grads: Reduce | None = None,
+    reduce: Reduce | None = None,
     absent: bool = False,
 ) -> Tensor:
     """dropout(relu(batch_norm(x))) + residual + residual_bias for a dense 2-D or channels_last x, float32 parameters.
 
-    With `reduce_stats` and `reduce_grads` (both or neither) the statistics are those of all ranks.
+    With `reduce` the statistics are those of all ranks.
     """
-    assert (reduce_stats is None) == (reduce_grads is None), "statistics and gradients are reduced together"
-    assert reduce_stats is not None or not absent or not training, "an absent rank needs global or running statistics"
+    assert reduce is not None or not absent or not training, "an absent rank needs global or running statistics"
     # Anything but the same dtype, shape and layout is added by torch, with its rules of promotion and broadcasting.
     fits = (residual is None or _fits(residual, x)) and (
         residual_bias is None or _fits(residual_bias, bias)  # a float32 vector, as every parameter here
@@ -292,8 +289,7 @@ def norm_act(
         momentum=momentum,
         eps=eps,
         mask=_Mask.of(dropout if training else 0.0, activation),
-        reduce_stats=reduce_stats,
-        reduce_grads=reduce_grads,
+        reduce=reduce,
         absent=absent,
     )
     y: Tensor = _FusedNormAct.apply(

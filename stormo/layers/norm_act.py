@@ -155,7 +155,7 @@ class NormAct(nn.Module, SynchronisedNorm):
         if self.is_fused(x):
             from stormo.layers import fused_norm
 
-            settings |= {"reduce_stats": reduce, "reduce_grads": reduce, "absent": self.absent}
+            settings |= {"reduce": reduce, "absent": self.absent}
             return fused_norm.norm_act(x, residual, *tensors, num_batches_tracked=self.num_batches_tracked, **settings)
         if reduce is not None:
             counted = *tensors, self.num_batches_tracked

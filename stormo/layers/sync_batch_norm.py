@@ -310,6 +310,19 @@ def set_absent(module: nn.Module, absent: bool) -> None:
 
 
 @contextmanager
+def absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
+    """Keep a padding sample out of every statistic."""
+    if not is_padding:
+        yield
+        return
+    set_absent(module, True)
+    try:
+        yield
+    finally:
+        set_absent(module, False)
+
+
+@contextmanager
 def local_statistics(module: nn.Module) -> Iterator[None]:
     """Within it, every batch norm uses this rank's statistics, by the same arithmetic but without a collective.
 

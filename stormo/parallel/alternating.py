@@ -19,8 +19,9 @@ from stormo.config.plan import Plan
 from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
+from stormo.layers.sync_batch_norm import absent
 from stormo.optim.task_optimizer import JoinedOptimizer, make_task_optimizers
-from stormo.parallel.base import Strategy, absent, no_cudnn_benchmark
+from stormo.parallel.base import Strategy, no_cudnn_benchmark
 from stormo.parallel.coalesced import copy, means
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task

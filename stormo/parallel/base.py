@@ -30,9 +30,9 @@ from stormo.layers.sync_batch_norm import (
     LocalNorm,
     Reduce,
     SynchronisedNorm,
+    absent,
     convert_sync_batch_norm,
     local_statistics,
-    set_absent,
     synchronised_norms,
 )
 from stormo.optim import schedule_free
@@ -751,19 +751,6 @@ def no_cudnn_benchmark(is_rare: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.benchmark = before
-
-
-@contextmanager
-def absent(module: nn.Module, is_padding: bool) -> Iterator[None]:
-    """Keep a padding sample out of every statistic."""
-    if not is_padding:
-        yield
-        return
-    set_absent(module, True)
-    try:
-        yield
-    finally:
-        set_absent(module, False)
 
 
 def _has_sparse(module: nn.Module) -> bool:

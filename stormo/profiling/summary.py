@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stormo.errors import pluralize
+from stormo.telemetry.text import format_time
 
 Interval = tuple[int, int]  # start and end in whole nanoseconds, so that sums are exact
 Intervals = list[Interval]
@@ -303,19 +304,19 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     step_s = found["step_time_s"]["mean"]
     kind = "GPU" if any(rank["device"] == "gpu" for rank in ranks if rank["steps"]) else "CPU"
     workers = pluralize(len(ranks), "worker")
-    shown = [f"Profile of steps {steps[0]} to {steps[-1]}, {workers}, by {kind} time: {_time(step_s)} a step"]
+    shown = [f"Profile of steps {steps[0]} to {steps[-1]}, {workers}, by {kind} time: {format_time(step_s)} a step"]
     head = ("share", "mean", *(("least", "most") if len(ranks) > 1 else ()))
     shown.append(f"  {'':34}{''.join(f'{word:>11}' for word in head)}")
     for part in PARTS:
         figure = found["parts_s"][part]
         times = [figure["mean"], *([figure["min"], figure["max"]] if len(ranks) > 1 else [])]
         share = f"{100 * figure['mean'] / step_s:.1f} %" if step_s else "n/a"
-        shown.append(f"  {_LABELS[part]:34}{share:>11}{''.join(f'{_time(seconds):>11}' for seconds in times)}")
+        shown.append(f"  {_LABELS[part]:34}{share:>11}{''.join(f'{format_time(seconds):>11}' for seconds in times)}")
     shown.append("The operations that took the most time:")
     for row in found["operations"]:
         share = f"{100 * row['time_s'] / step_s:.1f} %" if step_s else "n/a"
         calls = pluralize(f"{row['calls']:.1f}".removesuffix(".0"), "call")
-        shown.append(f"  {_cut(row['name']):56}{share:>8}{_time(row['time_s']):>11}  {calls}")
+        shown.append(f"  {_cut(row['name']):56}{share:>8}{format_time(row['time_s']):>11}  {calls}")
     return [*shown, *_advice(found, step_s), *failures]
 
 
@@ -342,14 +343,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _mean_min_max(values: Sequence[float]) -> dict[str, float]:
     return {"mean": _mean(values), "min": min(values), "max": max(values)} if values else {}
-
-
-def _time(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        value = seconds * factor
-        if value >= 0.9995:  # what would be rounded to 1000 of the smaller unit
-            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
-    return "0"
 
 
 def _cut(name: str) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from stormo.config.options import Parser
-from stormo.errors import MissingPackageError, SettingError, pluralize
+from stormo.errors import SettingError, pluralize, require_package
 from stormo.report.charts import AXES, COLOURS, DASHES, PATTERNS, SYMBOLS, Chart, Lanes, Panel, Stack, line_styles
 from stormo.report.history import read_history
 from stormo.report.page import check_plotly, make_document, make_page, make_panels
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     check_plotly()
     if options.png is not None:
-        _check_matplotlib()
+        require_package("matplotlib", "--png", "plot")
     for option in ("output", "csv", "png"):
         if getattr(options, option) == "":
             raise SettingError(f"--{option} was set to an empty name", "a name is needed", "name a file or folder")
@@ -89,12 +88,6 @@ def write_page(path: Path, text: str, what: str, instead: str) -> None:
 
 def _cannot_write(what: str, error: OSError, instead: str) -> SettingError:
     return SettingError(what, f"it cannot be written ({error.strerror})", instead)
-
-
-def _check_matplotlib() -> None:
-    """Refuse `--png` without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingPackageError("matplotlib", "--png", "plot")
 
 
 def write_csv(folder: Path, panels: Sequence[Panel], labels: Sequence[str]) -> list[Path]:

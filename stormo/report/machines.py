@@ -92,7 +92,7 @@ def _sampled_chart(
     samples = [sample for history in histories for node in history.samples.values() for _, sample in node]
     why = "These machines do not report it."
     if not samples:
-        why = "No node wrote samples of this: the run is of an older version, or it has just started."
+        why = "No node has written samples of this."
     elif all(figure.owner == "gpus" for figure in figures) and not any(line.get("gpus") for line in samples):
         why = "These nodes have no GPU."
     return Chart(

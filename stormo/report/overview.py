@@ -7,22 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stormo.energy.summary import joules_text
 from stormo.errors import pluralize
 from stormo.report.charts import Panel, Table
 from stormo.report.history import History, Line
 from stormo.telemetry.environment import job_text
 from stormo.telemetry.events import speed_of
-from stormo.telemetry.runs_folder import MISSING
+from stormo.telemetry.runs_folder import ENDS, MISSING
 from stormo.telemetry.text import format_duration, format_figure, format_rate, unit_rate
 
-ENDS = {
-    "target": "reached its target",
-    "epochs": "trained all its epochs",
-    "script": "reached its end",
-    "signal": "stopped by a signal; it can be resumed",
-    "divergence": "diverged",
-    "error": "ended by an error",
-}
 _STATES = {
     "waiting": "nothing written yet",
     "running": "still running",
@@ -82,21 +75,13 @@ def _energy_j(history: History) -> float | None:
     return None if found is None else float(found)
 
 
-def format_energy(joules: float) -> str:
-    """`950 J`, `12.4 kJ`, `3.10 MJ`."""
-    for scale, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
-        if joules >= scale:
-            return f"{joules / scale:.3g} {unit}" if joules < 999.5 * scale else f"{joules / scale:,.0f} {unit}"
-    return f"{joules:.3g} J"
-
-
 def _energy(history: History) -> Figure:
     joules = _energy_j(history)
     if joules is None:
         return MISSING, "not measured; the ledger says why"
     error_j = None if history.bill is None else history.bill.total_error_j
-    text = f"{joules / 3600:.4g} Wh" + (f" ± {format_energy(error_j)}" if error_j is not None else "")
-    return format_energy(joules), text
+    text = f"{joules / 3600:.4g} Wh" + (f" ± {joules_text(error_j)}" if error_j is not None else "")
+    return joules_text(joules), text
 
 
 def _per_sample(history: History) -> Figure:

@@ -16,7 +16,7 @@ from stormo.telemetry.text import format_share
 
 _NO_STEP = "No step has been recorded yet."
 _NO_EPOCH = "No epoch is done yet."
-_NO_WORKERS = "No epoch with the times of each worker is done yet; runs of older versions did not record them."
+_NO_WORKERS = "No epoch with the times of each worker is done yet."
 _MAX_BARS = 6000  # in a figure
 # What a pipeline worker does, and its colour: a backward is whole, or split into gradients of inputs and of weights.
 _KINDS = {"F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 2)}

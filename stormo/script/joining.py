@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import io
 import multiprocessing
 import os
@@ -17,16 +16,15 @@ from typing import Any
 import torch.distributed as dist
 
 from stormo.config import schema
-from stormo.config.layout import Launched, Layout, resolve_layout
+from stormo.config.layout import Layout, resolve_layout
 from stormo.distributed.devices import device_of, share_cores
 from stormo.distributed.store import Store, address_book_of, is_secondary
 from stormo.distributed.world import World
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, StormoError
 from stormo.launch import FailureReporter, RankInfo, alone, open_failure_reporter
 from stormo.launch.environments.detect import detect
-from stormo.launch.environments.slurm import gpus_on_node
 from stormo.launch.failure_reporter import flush_streams
-from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
+from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT, equal_settings, shape_of
 from stormo.launch.slices import take_slice
 from stormo.system.hardware import visible_gpus
 from stormo.system.signals import BY_SCRIPT
@@ -48,12 +46,9 @@ def join(device: str | None, backend: str | None, timeout_s: float | None) -> tu
     layout = _layout(rank_info, device, backend, limit_s)
     share_cores(rank_info)
     if reporter is None:  # another launcher has started the workers
-        same = {"the script and its flags": " ".join(sys.argv), "the device": layout.device_type}
-        digest = hashlib.sha256(repr(sorted(same.items())).encode()).hexdigest()
+        same = equal_settings({"the script and its flags": " ".join(sys.argv)}, layout)
         address_book = address_book_of(rank_info, limit_s)
-        reporter = open_failure_reporter(
-            rank_info, address_book=address_book, timeout_s=limit_s, digest=digest, options=same
-        )
+        reporter = open_failure_reporter(rank_info, address_book=address_book, timeout_s=limit_s, **same)
         _report_errors(rank_info, reporter)
     store = Store(rank_info, limit_s, reporter.store_address) if rank_info.world_size > 1 else None
     own = device_of(layout.device_type, rank_info, store, may_share=layout.may_share)
@@ -75,14 +70,8 @@ def _layout(rank_info: RankInfo, device: str | None, backend: str | None, timeou
                 "leave one of them out",
             )
         choices[name] = given or flag or "auto"
-    launched = Launched(
-        launcher=rank_info.launcher,
-        world_size=rank_info.world_size,
-        local_size=rank_info.local_size,
-        num_nodes=rank_info.num_nodes,
-        gpus_on_node=gpus_on_node(os.environ) if rank_info.launcher == "slurm" else None,
-    )
-    return resolve_layout(schema.TrainConfig(workers=schema.Workers(**choices)), visible_gpus(), launched)
+    workers = schema.Workers(**choices)
+    return resolve_layout(schema.TrainConfig(workers=workers), visible_gpus(), shape_of(rank_info))
 
 
 def _require_clean_process() -> None:

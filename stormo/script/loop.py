@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stormo.data.order import MicroBatch, split_step
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
-from stormo.layers.sync_batch_norm import set_absent
+from stormo.layers.sync_batch_norm import absent
 from stormo.script.collective_check import CollectiveCheck
 from stormo.script.replica_check import ReplicaCheck
 from stormo.telemetry.text import tell
@@ -111,14 +111,10 @@ class Loop:
     @contextmanager
     def without_statistics(self, is_padding: bool) -> Iterator[None]:
         """Keep a padding batch out of the models' statistics."""
-        models: list[nn.Module] = [group.model for group in self.groups] if is_padding else []
-        for model in models:
-            set_absent(model, True)
-        try:
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(absent(group.model, is_padding))
             yield
-        finally:
-            for model in models:
-                set_absent(model, False)
 
 
 class LoaderBase:

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -473,15 +472,6 @@ class World:
                 if (over_all := self._starts.sentence()) is not None:
                     builtins.print(over_all, file=sys.stderr, flush=True)  # noqa: T201
         self._reporter.close()
-
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
 
     # Within
 

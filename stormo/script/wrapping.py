@@ -34,8 +34,8 @@ def wrap(
     *,
     sync_batch_norm: bool,
     compress: str,
-    strategy: str = "ddp",
-    precision: str = "fp32",
+    strategy: str,
+    precision: str,
 ) -> None:
     """Make a group of models and what belongs to them, or add to the group of a model that was wrapped before."""
     models = [part for part in parts if isinstance(part, nn.Module)]

@@ -86,7 +86,7 @@ def _show_results(
     results: list[Result] = [(curve, fit_model(curve.measurements, curve.mode)) for curve in curves]
     _print("")
     for curve, fit in results:
-        write_text("\n".join(report_lines(curve, fit, plain=not _shows_blocks())) + "\n", sys.stdout)
+        write_text("\n".join(report_lines(curve, fit)) + "\n", sys.stdout)
     if failed:
         _print(f"{pluralize(len(failed), 'run')} failed:")
         for one in failed:
@@ -106,12 +106,6 @@ def _show_results(
 def _cannot_write(folder: Path, error: OSError) -> SettingError:
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
     return SettingError(f"--output {folder} was set", f"nothing can be written there ({what})", "set another folder")
-
-
-def _shows_blocks() -> bool:
-    """True on a terminal that shows block characters; a pipe gets ASCII, which every tool can read."""
-    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
-    return sys.stdout.isatty() and encoding == "utf8"
 
 
 def _print(line: str) -> None:

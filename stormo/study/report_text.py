@@ -26,13 +26,13 @@ _TITLES = {
 LOSSES = {"communication": "communication", "input": "input wait", "imbalance": "imbalance", "rest": "the rest"}
 
 
-def report_lines(curve: Curve, fit: Fit | str, *, plain: bool) -> list[str]:
-    """Everything about one mode; `plain` draws the bars in ASCII."""
+def report_lines(curve: Curve, fit: Fit | str) -> list[str]:
+    """Everything about one mode."""
     sections = [
         [_TITLES[curve.mode]],
         _table(curve),
         _remarks(curve),
-        _bars(curve, plain=plain),
+        _bars(curve),
         _losses(curve),
         _model(fit),
         textwrap.wrap(paragraph(curve, fit), _WIDTH),
@@ -94,19 +94,18 @@ def _remarks(curve: Curve) -> list[str]:
     return [line for remark in remarks for line in textwrap.wrap(remark, _WIDTH)]
 
 
-def _bars(curve: Curve, *, plain: bool) -> list[str]:
-    """Speed-up as bars, each with a mark at the ideal."""
+def _bars(curve: Curve) -> list[str]:
+    """Speed-up as bars in ASCII, each with a mark at the ideal."""
     if len(curve.points) < 2:
         return []
     base, last = curve.base.workers, curve.points[-1].workers
     top = max(last / base, *(point.speed_up.value for point in curve.points))
-    full, mark = ("#", "|") if plain else ("█", "│")
-    lines = [f"speed-up against {_workers(base)} ({mark} ideal)"]
+    lines = [f"speed-up against {_workers(base)} (| ideal)"]
     for point in curve.points:
         filled = round(point.speed_up.value / top * _BAR_WIDTH)
         ideal = round(point.workers / base / top * _BAR_WIDTH)
-        bar = f"{full * filled:<{_BAR_WIDTH + 1}}"
-        bar = bar[:ideal] + mark + bar[ideal + 1 :]
+        bar = f"{'#' * filled:<{_BAR_WIDTH + 1}}"
+        bar = bar[:ideal] + "|" + bar[ideal + 1 :]
         lines.append(f"{point.workers:>{len(str(last))}} {bar} {point.speed_up.value:.2f}")
     return lines
 

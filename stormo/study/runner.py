@@ -113,11 +113,8 @@ def check_folder(study: Study) -> None:
     before, now = _read_identity(study), study.identity()
     if before is None:
         return
-    settings, arguments = now.pop("settings"), now.pop("train_arguments")
-    if isinstance(before.get("settings"), dict):
-        _compare(study, before["settings"], {key: settings[key] for key in settings if key in before["settings"]})
-    else:  # written by a release that kept no settings
-        _compare(study, before, {"train_arguments": arguments})
+    settings = now.pop("settings")
+    _compare(study, before["settings"], {key: settings[key] for key in settings if key in before["settings"]})
     _compare(study, before, now)
 
 
@@ -126,8 +123,7 @@ def open_folder(study: Study) -> None:
     study.output.parent.mkdir(parents=True, exist_ok=True)
     study.output.mkdir(mode=0o700, exist_ok=True)
     (study.output / "logs").mkdir(mode=0o700, exist_ok=True)
-    before = _read_identity(study)
-    if before is None or "settings" not in before:
+    if _read_identity(study) is None:
         write_json(_identity_file(study), study.identity())
 
 
@@ -137,7 +133,10 @@ def _identity_file(study: Study) -> Path:
 
 def _read_identity(study: Study) -> dict[str, Any] | None:
     try:
-        return read_object(_identity_file(study))
+        identity = read_object(_identity_file(study))
+        if not isinstance(identity.get("settings"), dict):
+            raise BadFileError(_identity_file(study), "it has no settings")
+        return identity
     except FileNotFoundError:
         return None
     except BadFileError as error:
@@ -151,7 +150,7 @@ def _read_identity(study: Study) -> dict[str, Any] | None:
 def _compare(study: Study, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for key, value in now.items():
         if before.get(key) != value:
-            flag = "" if key in ("train_arguments", "task") else f" (--{key.replace('_', '-')})"
+            flag = "" if key == "task" else f" (--{key.replace('_', '-')})"
             raise SettingError(
                 f"--output {study.output} was set",
                 f"the study there has {key} = {_spelled(before.get(key))}, not {_spelled(value)}{flag}",

@@ -88,7 +88,6 @@ def make_runs(
 class Study:
     """What to measure, and how."""
 
-    typed: tuple[str, ...]  # the options for `stormo train` as the user wrote them
     train_arguments: tuple[str, ...]  # the same with the config file spelled out, for every run
     settings: Mapping[str, Any]  # what they resolve to, as far as runs of one study must agree
     workers: tuple[int, ...]
@@ -125,7 +124,6 @@ class Study:
     def identity(self) -> dict[str, Any]:
         """What all runs of one study share; workers, modes and repeats may be added later."""
         return {
-            "train_arguments": list(self.typed),
             "settings": dict(self.settings),
             "seed": self.seed,
             "seconds": self.seconds,
@@ -208,7 +206,6 @@ def read_study(given: Mapping[str, Any], rest: Sequence[str]) -> Study:
     name = f"scale-{task_class.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     resolved = options.flat_settings(read_settings(train_arguments)[0])
     return Study(
-        typed=(*rest, *more),
         train_arguments=tuple(train_arguments),
         settings={key: value for key, value in resolved.items() if key not in _NOT_COMPARED},
         workers=workers,

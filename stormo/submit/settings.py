@@ -51,7 +51,6 @@ _OURS = {
 class Slurm:
     """Slurm: the job."""
 
-    slurm: bool = option(True, "submit to Slurm, the only scheduler")
     time: str | None = option(
         None, "time limit of one attempt, as Slurm writes it; default the partition's", metavar="[D-]HH:MM:SS"
     )
@@ -93,7 +92,7 @@ def slurm_options() -> list[Option]:
 
 def read_slurm(arguments: Sequence[str]) -> tuple[Slurm, TrainConfig, type[Task]]:
     """The settings of the job (flags, then the section of a TOML file) and of the training."""
-    arguments = _with_value(arguments, "--sbatch")
+    arguments = _with_value(arguments)
     flags, rest = take_flags("stormo submit", _USAGE, _DESCRIPTION, arguments, (_SECTION, Slurm))
     config, task_class = read_settings(rest)
     source = config.command.config
@@ -104,10 +103,10 @@ def read_slurm(arguments: Sequence[str]) -> tuple[Slurm, TrainConfig, type[Task]
     return slurm, config, task_class
 
 
-def _with_value(arguments: Sequence[str], flag: str) -> list[str]:
+def _with_value(arguments: Sequence[str]) -> list[str]:
     """`--sbatch --nice=10` as `--sbatch=--nice=10`: argparse takes a second word with dashes for a flag of its own."""
     words = iter(arguments)
-    return [word if word != flag or (value := next(words, None)) is None else f"{word}={value}" for word in words]
+    return [word if word != "--sbatch" or (value := next(words, None)) is None else f"{word}={value}" for word in words]
 
 
 def seconds_of(time: str) -> float | None:
@@ -125,8 +124,6 @@ def seconds_of(time: str) -> float | None:
 
 
 def _check(slurm: Slurm) -> None:
-    if not slurm.slurm:
-        raise SettingError("--no-slurm was set", "there is no other scheduler to submit to", "leave it out")
     _check_time(slurm)
     if slurm.mem is not None and not re.fullmatch(r"\d+[KMGTkmgt]?", slurm.mem, flags=re.ASCII):
         raise SettingError(f"--mem {slurm.mem} was set", "it is no size that Slurm reads", "set something like 64G")

@@ -34,11 +34,11 @@ class Block(nn.Module):
 class Stem(nn.Conv2d):
     """A 3×3 convolution of one channel; on GPUs a product of matrices, as the weight gradient of cuDNN takes longer."""
 
-    def __init__(self, out_channels: int) -> None:
-        super().__init__(1, out_channels, kernel_size=3, padding=1, bias=False)
+    def __init__(self) -> None:
+        super().__init__(1, 16, kernel_size=3, padding=1, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[n, 1, h, w] -> [n, out_channels, h, w]."""
+        """[n, 1, h, w] -> [n, 16, h, w]."""
         # With one channel both layouts are the same memory, and the strides tell which is meant.
         if images.is_cuda and 1 in (images.stride(1), self.weight.stride(1)):
             return convolve_windows(images, self.weight)
@@ -60,7 +60,7 @@ class WideResNet(nn.Module):
     def __init__(self, width: float = 10, dropout: float = 0.01, num_classes: int = 10) -> None:
         super().__init__()
         narrow, middle, wide = round(16 * width), round(32 * width), round(64 * width)
-        self.stem = Stem(16)
+        self.stem = Stem()
         self.stem_norm = NormAct(16)
         self.blocks = nn.Sequential(
             Block(16, narrow, dropout),

@@ -27,6 +27,7 @@ from stormo.telemetry.record import (
     StepDone,
     ValidationProgress,
 )
+from stormo.telemetry.runs_folder import ENDS
 from stormo.telemetry.text import (
     can_redraw,
     discard,
@@ -54,13 +55,6 @@ _INPUT_WAIT_SHOWN_ABOVE = 0.05
 _NARROW = 40
 _MIN_BAR_WIDTH = 5  # every figure fits at 80 columns
 _SHORT_RATES = {"images": "img/s", "tokens": "tok/s"}
-_ENDINGS = {
-    "target": "target reached",
-    "epochs": "all epochs done",
-    "signal": "stopped by a signal",
-    "divergence": "diverged",
-    "error": "failed",
-}
 
 
 def make_console(
@@ -283,7 +277,7 @@ class TerminalConsole:
 
     def _summary_rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         stopped_by = str(summary.get("stopped_by") or "unknown")
-        rows = [("end", _ENDINGS.get(stopped_by, stopped_by))]
+        rows = [("end", ENDS.get(stopped_by, stopped_by))]
         unit = str(summary.get("unit", "images"))
         figures: list[tuple[str, str, Callable[[float], str]]] = [
             ("accuracy", "validation_accuracy", lambda value: f"{value:.4f}"),

@@ -6,14 +6,13 @@ not measured has no series. `dashboards/` holds a configuration of Prometheus an
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from stormo.errors import MissingPackageError, SettingError
+from stormo.errors import SettingError, require_package
 from stormo.telemetry.capped_server import CappedServer
 from stormo.telemetry.record import (
     CheckpointSaved,
@@ -276,8 +275,7 @@ class PrometheusSink:
 
 def check(port: int, host: str) -> None:
     """Refuse settings that cannot be served."""
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise MissingPackageError("prometheus_client", f"--prometheus {port}", "prometheus")
+    require_package("prometheus_client", f"--prometheus {port}", "prometheus")
     if not 0 <= port <= _HIGHEST_PORT:
         raise SettingError(
             f"--prometheus {port} was set", f"a port is a number from 0 to {_HIGHEST_PORT}", "set one like 9701"

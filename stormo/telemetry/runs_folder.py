@@ -182,8 +182,14 @@ def _start_unix_s(run: RunFolder) -> float:
 
 
 MISSING = "n/a"
-
-
+ENDS = {  # by `stopped_by`
+    "target": "reached its target",
+    "epochs": "trained all its epochs",
+    "script": "reached its end",
+    "signal": "stopped by a signal; it can be resumed",
+    "divergence": "diverged",
+    "error": "ended by an error",
+}
 _STATES = {
     **{"target": "done", "epochs": "done", "script": "done"},  # script: a user's own loop, which has logged
     **{"signal": "stopped", "divergence": "diverged", "error": "failed"},

@@ -39,6 +39,15 @@ def format_duration(seconds: float) -> str:
     return format_clock(seconds)
 
 
+def format_time(seconds: float) -> str:
+    """`35 µs`, `12.3 ms`, `2 s`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        value = seconds * factor
+        if value >= 0.9995:  # what would be rounded to 1000 of the smaller unit
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+    return "0"
+
+
 def format_clock(seconds: float) -> str:
     """`0:09`, `12:34` (minutes), `1:02:03` (hours)."""
     minutes, rest_s = divmod(round(max(seconds, 0.0)), 60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 import logging
@@ -20,7 +19,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from stormo.data.batches import batch_length
 from stormo.data.reading import is_stream
-from stormo.errors import MissingPackageError, SettingError, StormoError
+from stormo.errors import SettingError, StormoError, require_package
 from stormo.parallel.pipeline.loss_capture import model_inputs
 from stormo.parallel.pytree import tree_map_only, tree_tensors
 from stormo.tasks.check import has_several_optimizers
@@ -49,8 +48,7 @@ class Exported:
 def check_packages(kind: str) -> None:
     """Refuse a format whose packages are not installed."""
     for package in ("onnx", "onnxscript", "onnxruntime") if kind == "onnx" else ():
-        if importlib.util.find_spec(package) is None:
-            raise MissingPackageError(package, f"--format {kind}", "onnx")
+        require_package(package, f"--format {kind}", "onnx")
 
 
 @torch.no_grad()

@@ -145,7 +145,7 @@ def run_to_resume(flags: Mapping[str, Any]) -> RunFolder | None:
     if named:
         path = Path(named)
         if (path / "manifest.json").is_file():
-            return _run_of_checkpoint(path)
+            return run_of_checkpoint(path, f"--resume {path} was set")
         return find_run(folder, named)
     if "run_name" in flags:
         run = RunFolder(folder / flags["run_name"])
@@ -195,11 +195,12 @@ def _restarted_run(folder: Path, name: str | None) -> RunFolder | None:
     return None if ended in ("target", "epochs") else run
 
 
-def _run_of_checkpoint(path: Path) -> RunFolder:
+def run_of_checkpoint(path: Path, what: str) -> RunFolder:
+    """The run that a checkpoint lies in; `what` was set if there is none."""
     run = RunFolder(path.resolve().parent.parent)  # <run>/checkpoints/<step>
     if not run.config.is_file():
         raise SettingError(
-            f"--resume {path} was set",
+            what,
             f"that checkpoint lies in no run: there is no {run.config}",
             "put it back into the checkpoints folder of its run",
         )

@@ -29,7 +29,6 @@ from stormo.checkpoint.ranks import (
     error_feedback_chunks,
     local_chunks,
     local_state,
-    losses_of,
     restore_error_feedback,
     restore_local,
     restore_sharded,
@@ -56,7 +55,7 @@ from stormo.parallel.weight_average import EMA
 from stormo.system.files import fits, printable
 from stormo.training.divergence import Trend
 
-_RANDOM, _LOSS, _ITEMS = "random/", "loss", "items"
+_RANDOM, _ITEMS = "random/", "items"
 _MAX_COUNT = 2**62
 
 
@@ -101,8 +100,7 @@ class Progress:
         self.samples_trained += len(samples)
 
     def take(self, values: dict[str, Any]) -> None:
-        """Restore what `asdict` gave; what an older release did not save keeps its default."""
-        values = {"samples_trained": values.get("samples_seen", 0), **values}  # older releases did not count it
+        """Restore what `asdict` gave; what was not saved keeps its default."""
         hints = typing.get_type_hints(Progress)
         for name, value in values.items():
             if name not in hints:
@@ -223,9 +221,7 @@ class RunState:
 
     def restore_snapshot(self, world: World, snapshot: Snapshot | None, seed: int) -> None:
         """Restore a snapshot that rank 0 has. All ranks call it."""
-        state = world.broadcast_object(
-            None if snapshot is None else {LOSSES: losses_of(snapshot.ranks), **snapshot.state}
-        )
+        state = world.broadcast_object(None if snapshot is None else snapshot.state)
         model = world.broadcast_tensors(snapshot.model if snapshot else None)
         optimizer = world.broadcast_tensors(snapshot.optimizer if snapshot else None)
         strategy = self.strategy
@@ -256,22 +252,21 @@ class RunState:
             for name, buffer in (*strategy.named_buffers(), *((name + EMA, each) for name, each in averages.items())):
                 if BUFFER + name in own:  # the others are in the model's state
                     buffer.copy_(own[BUFFER + name])
-            self.loss_sum.fill_(float(own[_LOSS]) if _LOSS in own else state[LOSSES][world.rank])
-            self.num_items.fill_(state[_ITEMS][world.rank] if _ITEMS in state else self.progress.position / world.size)
+            self.loss_sum.fill_(state[LOSSES][world.rank])
+            self.num_items.fill_(state[_ITEMS][world.rank])
             random_tensors = {n.removeprefix(_RANDOM): t for n, t in own.items() if n.startswith(_RANDOM)}
             restore_random_state(random_tensors, state["random"][world.rank])
         else:
             # Another mesh: new generators, seeded with the run's seed and this step.
             seed_generators(derive_seed(seed, "resume", self.progress.step, world.random_stream))
             self.loss_sum.fill_(math.fsum(state[LOSSES]) / world.size)
-            # Older releases did not save it: losses were means over samples.
-            num_items = math.fsum(state[_ITEMS]) if _ITEMS in state else self.progress.position
-            self.num_items.fill_(num_items / world.size)
+            self.num_items.fill_(math.fsum(state[_ITEMS]) / world.size)
 
 
 def _problem(state: Mapping[str, Any]) -> str | None:
     """What is wrong with the plain values."""
     hints = {"world_size": int, "progress": dict[str, Any], "random": list[Any], "scaler": dict[str, Any] | None}
+    hints |= {LOSSES: list[float], _ITEMS: list[float]}
     for key, hint in hints.items():
         if key not in state or not fits(state[key], hint):
             return f"has no valid {key}"

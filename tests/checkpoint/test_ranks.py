@@ -121,10 +121,10 @@ def _whole(folder: Path, optimizer: str, seed: int) -> Path:
     snapshot = Snapshot(
         model=model.state_dict(),
         optimizer={name: tensor for name, tensor in values.items() if "|" in name},
-        ranks={"0/loss": torch.tensor(1.0, dtype=torch.float64)}
-        | {f"0/random/{name}": tensor for name, tensor in random_tensors.items()},
+        ranks={f"0/random/{name}": tensor for name, tensor in random_tensors.items()},
         state={
             **{"world_size": 5, "random": [random_values], "scaler": {}, "noise_scale": None},
+            **{"losses": [1.0], "items": [0.0]},
             "progress": asdict(Progress(step=seed)),
         },
     )

@@ -303,7 +303,7 @@ GOOD_ENTRY = {"size_bytes": 1, "sha256": "a" * 64}
         (sealed(weights_sha256=None), "weights_sha256"),
         (b"[]", "not the manifest"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"\xff\xff", "not valid text"),
+        (b"\xff\xff", "not valid JSON"),
         (sealed().replace(b'"step": 1', b'"step":  1'), "own SHA-256"),
         (sealed().replace(b'"step": 1', b'"step": 0,\n "step": 1'), "own SHA-256"),
     ],

@@ -1,6 +1,6 @@
 """A checkpoint that an earlier version of stormo has written is taken up to the last bit.
 
-`stored/` holds an early one of format version 1, of two workers under `ddp`, and `expected.json`: the SHA-256 of
+`stored/` holds one of format version 1, of two workers under `ddp`, and `expected.json`: the SHA-256 of
 everything that each worker had when it was saved.
 """
 
@@ -43,7 +43,7 @@ def _taken_up(world: World, path: str) -> dict[str, str]:
     return digests(parts)
 
 
-def test_an_early_checkpoint_is_restored_to_the_last_bit(run_ranks: Ranks) -> None:
+def test_a_stored_checkpoint_is_restored_to_the_last_bit(run_ranks: Ranks) -> None:
     path = STORED / "ddp" / "step-00000003"
     verify(path)
     assert load(path).state["progress"]["step"] == 3

@@ -203,7 +203,7 @@ def test_every_device_has_a_row_and_units_are_in_the_names() -> None:
 
 def test_what_people_read() -> None:
     said = lines(sample(gpu(0, throttled=["heat"]), gpu(1, utilisation=None, throttled=None), cpu_power_w=0.0))
-    assert said[0].endswith("n1: load 8.0; disk read 1.5 MB/s, written 250 B/s; network in 3.0 GB/s, out 4.0 kB/s")
+    assert said[0].endswith("n1: load 8.0; disk read 1.5 MB/s, written 250 B/s; network in 3 GB/s, out 4 kB/s")
     assert [" ".join(line.split()) for line in said[1:]] == [
         "device name use memory power temp clock slowed by",
         "node 16 CPUs 50 % 32.0/128.0 GiB 0 W 55 °C 2900 MHz",

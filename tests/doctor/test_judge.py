@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from stormo.doctor.finding import Finding
-from stormo.doctor.judge import Names, judge, sentence, time_text
+from stormo.doctor.judge import Names, judge, sentence
 from stormo.doctor.measure import Attempt, Device, Link, Measurements, WorkerInfo, partners, rounds
 from stormo.doctor.preflight import HungError, describe_hang, notices_of
-from stormo.telemetry.text import format_bytes
+from stormo.telemetry.text import format_bytes, format_time
 
 GPU = Device(
     rank=0,
@@ -230,4 +230,4 @@ def test_notices_of_a_training() -> None:
 def test_sizes_and_times_in_text() -> None:
     sizes = [format_bytes(value) for value in (0, 12, 999.6, 1.5e3, 999.6e6, 1.234e9, 123.4e12, 12.3456e15)]
     assert sizes == ["0 B", "12 B", "1 kB", "1.5 kB", "1 GB", "1.23 GB", "123 TB", "12346 TB"]
-    assert [time_text(value) for value in (3.5e-5, 0.0123, 2.0)] == ["35 µs", "12.3 ms", "2 s"]
+    assert [format_time(value) for value in (3.5e-5, 0.0123, 2.0)] == ["35 µs", "12.3 ms", "2 s"]

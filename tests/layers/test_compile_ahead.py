@@ -112,8 +112,7 @@ def _calls_of_a_step(model: _Model, dtype: torch.dtype, shape: tuple[int, int], 
             activation=layer.activation,
             residual_bias=nn.Parameter(torch.zeros(layer.num_channels)) if bias else None,
             num_batches_tracked=layer.num_batches_tracked,
-            reduce_stats=reduce,
-            reduce_grads=reduce,
+            reduce=reduce,
         )
 
     with recorded_calls() as calls:

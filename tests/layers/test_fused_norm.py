@@ -277,7 +277,7 @@ def test_interpreted_global_statistics_equal_the_plain_function(absent: bool, re
             vector += torch.linspace(-1.0, 2.0, 80, dtype=torch.float64)
 
     def fused(*operands: Any, **settings: Any) -> Tensor:
-        return norm_act(*operands, **settings, reduce_stats=add_other_rank, reduce_grads=add_other_rank, absent=absent)
+        return norm_act(*operands, **settings, reduce=add_other_rank, absent=absent)
 
     def plain(
         x: Tensor, residual: Tensor, *rest: Tensor, residual_bias: Tensor | None = None, **settings: Any

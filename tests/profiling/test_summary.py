@@ -13,7 +13,6 @@ from stormo.profiling.summary import (
     PARTS,
     Interval,
     Intervals,
-    _time,
     difference,
     intersection,
     lengths,
@@ -22,6 +21,7 @@ from stormo.profiling.summary import (
     summarise,
     union,
 )
+from stormo.telemetry.text import format_time
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))), max_size=8
@@ -188,7 +188,7 @@ def test_workers_are_joined_by_mean_least_and_most() -> None:
 def test_times_are_said_in_their_own_unit() -> None:
     seconds = (0.0, 4e-7, 9.996e-7, 5.04e-5, 9.996e-4, 0.9994, 0.9996, 61.24, 1234.4)
     said = ["0", "0", "1 µs", "50.4 µs", "1 ms", "999 ms", "1 s", "61.2 s", "1234 s"]
-    assert [_time(value) for value in seconds] == said
+    assert [format_time(value) for value in seconds] == said
 
 
 def test_a_worker_without_a_trace_is_named() -> None:

@@ -91,7 +91,7 @@ def test_the_whole_text_for_each_kind_of_answer() -> None:
         mode, energy_per = measurements[0].mode, "image" if measurements is T4 else "sample"
         curve = make_curve(measurements, mode, energy_per)
         assert curve is not None
-        shown += [f"==== {name} ====", *report_lines(curve, fit_model(curve.measurements, mode), plain=True)]
+        shown += [f"==== {name} ====", *report_lines(curve, fit_model(curve.measurements, mode))]
     assert all(len(line) <= 100 for line in shown)
     check_golden(Path(__file__).parent / "golden" / "scale.txt", "\n".join(shown))
 

@@ -295,29 +295,12 @@ def test_a_config_file_edited_later_changes_no_runs(folder: Path, tmp_path: Path
     assert len(more.names) == 3
 
 
-def test_a_study_without_kept_settings_resumes_by_its_arguments(folder: Path, tmp_path: Path) -> None:
-    file, kept = tmp_path / "settings.toml", folder / "study.json"
-    file.write_text("[optimizer]\nbase_lr = 0.1\n")
-    options = [*OPTIONS, "--config", str(file), "--output", str(folder)]
-    assert main(options, FakeTraining()) == 0
-    before = json.loads(kept.read_text())
-    assert before.pop("settings")["base_lr"] == 0.1
-    arguments = f"fashion-mnist --device cpu --config {file} --target-accuracy 2 --epochs 3 --checkpoint-every 0"
-    assert before["train_arguments"] == [*arguments.split(), "--no-tensorboard"]
-    kept.write_text(json.dumps(before))
-    with pytest.raises(SettingError, match="train_arguments = fashion-mnist"):
-        main([*options, "--base-lr", "0.1"], FakeTraining())
-    again = FakeTraining()
-    assert main(options, again) == 0
-    assert again.names == []
-    assert json.loads(kept.read_text())["settings"]["base_lr"] == 0.1  # to be compared from now on
-
-
 def test_files_in_the_folder_are_checked_before_anything_runs(folder: Path) -> None:
     folder.mkdir()
-    (folder / "study.json").write_text("[1, 2]")
-    with pytest.raises(SettingError, match=r"study\.json there was not written by a study"):
-        main([*OPTIONS, "--output", str(folder)], FakeTraining())
+    for text in ("[1, 2]", '{"seed": 0}'):
+        (folder / "study.json").write_text(text)
+        with pytest.raises(SettingError, match=r"study\.json there was not written by a study"):
+            main([*OPTIONS, "--output", str(folder)], FakeTraining())
     file = folder / "file"
     file.touch()
     table = str(Path(__file__).parents[2] / "examples" / "t4_scaling.csv")

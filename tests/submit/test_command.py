@@ -223,7 +223,6 @@ def test_every_setting_that_is_given_is_told_to_the_training_and_nothing_else(
         (["--log", "bin"], "--log bin was set, but that is a folder; name a file in it"),
         (["--log", "no/where.txt"], "--log no/where.txt was set, but there is no such folder"),
         (["--partition", 'a"b'], "--partition was set to 'a\"b'"),
-        (["--no-slurm"], "--no-slurm was set"),
         (["--dry-run"], "--dry-run was set for a job that is submitted"),
         (["--run-name", "a/b"], "--run-name 'a/b' was set"),
         (["--run-name=-a"], "--run-name '-a' was set"),

@@ -84,7 +84,7 @@ def test_the_first_convolution_may_be_a_product_of_matrices() -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_the_first_convolution_keeps_the_layout_on_a_gpu(layout: torch.memory_format) -> None:
     images, weight = _one_channel("cuda")
-    stem = Stem(16).to("cuda", torch.float64).to(memory_format=layout)
+    stem = Stem().to("cuda", torch.float64).to(memory_format=layout)
     with torch.no_grad():
         stem.weight.copy_(weight)
     made = stem(images)

@@ -231,7 +231,6 @@ def test_a_stream_trains_by_the_command_with_an_optimizer_and_metrics_of_its_own
     assert "an epoch is 150 samples, and the next one continues there" in done.stdout
     rate = "learning rate  of the task's optimizer() × 2 (linear)\n"
     assert f"\noptimizer      the task's own Adam\n{rate}" in done.stdout
-    assert "\nown_rate_factor = 2.0\n" in (tmp_path / "runs/whole/config.toml").read_text()
     assert "Validation Auroc = " in done.stdout
     events = [json.loads(line) for line in (tmp_path / "runs/whole/events.jsonl").read_text().splitlines()]
     rates = [event["learning_rate"] for event in events if "train_loss" in event]

@@ -13,10 +13,6 @@ from stormo.config.strategies import with_option
 from stormo.errors import SettingError
 
 _MAX_NAME_BYTES = 200
-_MAX_LOADER_WORKERS = 1024
-_MAX_GRADIENT_NOISE = 1e6
-_MAX_NOISE_DECAY = 100
-_MAX_ACCUMULATE = 100_000
 
 
 def check_numbers(config: TrainConfig) -> None:
@@ -129,30 +125,14 @@ def check_schedule_free(optimizer: str, strategy: str) -> None:
 
 
 def _check_too_large(config: TrainConfig) -> None:
-    if config.batch.accumulate > _MAX_ACCUMULATE:
-        raise SettingError(
-            f"--accumulate {config.batch.accumulate} was set",
-            f"every step would run that many micro-batches, and at most {_MAX_ACCUMULATE} are allowed",
-            "set fewer, or a larger --batch-size",
-        )
-    if config.optimizer.gradient_noise_decay > _MAX_NOISE_DECAY:
-        raise SettingError(
-            f"--gradient-noise-decay {config.optimizer.gradient_noise_decay:g} was set",
-            f"with more than {_MAX_NOISE_DECAY} the noise is over after the first step",
-            "set something like --gradient-noise-decay 0.55",
-        )
-    if (config.speed.loader_workers or 0) > _MAX_LOADER_WORKERS:
-        raise SettingError(
-            f"--loader-workers {config.speed.loader_workers} was set",
-            f"each worker starts that many processes, and more than {_MAX_LOADER_WORKERS} read no faster",
-            "set about as many as a worker has cores",
-        )
-    if (config.optimizer.gradient_noise or 0) > _MAX_GRADIENT_NOISE:
-        raise SettingError(
-            f"--gradient-noise {config.optimizer.gradient_noise:g} was set",
-            f"it is a variance, and noise of more than {_MAX_GRADIENT_NOISE:g} drowns every gradient",
-            "set something like --gradient-noise 0.01",
-        )
+    for flag, value, most, why in (
+        ("--accumulate", config.batch.accumulate, 100_000, "every step would run that many micro-batches"),
+        ("--gradient-noise-decay", config.optimizer.gradient_noise_decay, 100, "the first step would end the noise"),
+        ("--loader-workers", config.speed.loader_workers, 1024, "each worker needs at most one for each of its cores"),
+        ("--gradient-noise", config.optimizer.gradient_noise, 1e6, "it is a variance, and would drown every gradient"),
+    ):
+        if value is not None and value > most:
+            raise SettingError(f"{flag} {value:g} was set", why, f"set {flag} {most:g} or less")
 
 
 def check_run_name(name: str) -> None:

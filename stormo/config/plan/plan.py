@@ -227,7 +227,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         micro_batches=micro_batches,
         noise_scale=noise_scale,
         noise_scale_reason=noise_scale_reason,
-        initial=replace(initial_batch(rescaled, layout, facts, found, micro_batch_size), own_rate_factor=None),
+        initial=initial_batch(rescaled, layout, facts, found, micro_batch_size),
         batch_text=batch_text,
         explanation=(
             *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
@@ -277,9 +277,8 @@ def with_task_optimizer(
     lines = dict(plan.explanation) | {"optimizer": task_optimizer_text(config, name), "learning rate": rate}
     if no_noise_scale is not None:
         lines["noise scale"] = f"off: {no_noise_scale}"
-    begun = replace(plan.initial, own_rate_factor=plan.initial.learning_rate / base)
     is_measured = plan.noise_scale and no_noise_scale is None
-    return replace(plan, explanation=tuple(lines.items()), initial=begun, noise_scale=is_measured)
+    return replace(plan, explanation=tuple(lines.items()), noise_scale=is_measured)
 
 
 def with_micro_batches(
