@@ -8,7 +8,7 @@ in random order within a pair, after one round that is not measured and leaves a
 time over torchrun's, pair by pair; its median must not exceed 1. CPU time of all processes, to their end, is shown
 too, which shows on a busy machine whether a difference is work or waiting. Beside it, against the same torchrun: the
 script with stormo.World under `stormo run`, and the same network and data as a task of `stormo train` with everything
-that is on by default: checks, rehearsal, run folder, energy.
+that is on by default: checks, warm-up, run folder, energy.
 """
 
 from __future__ import annotations

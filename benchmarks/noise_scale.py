@@ -110,7 +110,8 @@ def measure(world: World, options: argparse.Namespace) -> Times:
 
     sides = [make_side(world, options, name, step) for name, step in SIDES.items()]
     times = take_turns(world, [turn for _, turn in sides], options.pairs, options.steps)
-    counts = [0.0 if strategy.noise_scale is None else strategy.noise_scale.state()[0] for strategy, _ in sides]
+    meters = [strategy.noise_scale for strategy, _ in sides]
+    counts = [0.0 if meter is None else meter.collect_moments()[0] for meter in meters]
     assert [count > 0 for count in counts] == [name == "measured" for name in SIDES], counts
     for parameters in zip(*(strategy.module.parameters() for strategy, _ in sides), strict=True):
         assert all(torch.equal(parameter, parameters[0]) for parameter in parameters)

@@ -186,7 +186,15 @@ def test_names_of_secrets(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("--tokenizer", "tokenization", "max_new_tokens", "num-tokens", "tokensPerBatch", "passes", "batch_per_pass"),
+        *(
+            "--tokenizer",
+            "tokenization",
+            "max_new_tokens",
+            "num-tokens",
+            "tokensPerBatch",
+            "passes",
+            "samples_per_pass",
+        ),
         *("keys", "sort_key", "labelKey", "monkey", "compass", "path", "author", "width"),
     ],
 )

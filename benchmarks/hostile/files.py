@@ -650,7 +650,7 @@ def _of_studies() -> Iterator[Case]:
     for name, line in lines.items():
         yield Case(
             name=f"scale: {name}",
-            change=lambda place, one=line: _study(place, "cells.jsonl", _dump(one)),  # type: ignore[misc]
+            change=lambda place, one=line: _study(place, "runs.jsonl", _dump(one)),  # type: ignore[misc]
             verbs=("scale",),
             refused=False,
         )

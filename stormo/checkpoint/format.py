@@ -42,7 +42,7 @@ RANK_INDEX_NAME = re.compile(r"index-(\d{5,9})\.json")
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # a few hundred bytes a rank
 MAX_INDEX_BYTES = 512 * 1024 * 1024
 # What `weights_sha256` is the digest of: the values, or the digests of the chunks, which depend on the mesh.
-VALUES, CHUNKS = "values", "boxes"
+VALUES, CHUNKS = "values", "chunks"
 
 _REQUIRED = {WHOLE: FILES, SHARDED: (INDEX, STATE)}
 _PER_RANK = {WHOLE: (), SHARDED: (SHARD_NAME, RANK_INDEX_NAME)}

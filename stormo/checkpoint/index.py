@@ -87,17 +87,17 @@ def index_json(index: Index) -> bytes:
                 listed.append(entry.chunks)  # type: ignore[arg-type]
             alias = [entry.stored_as] if entry.stored_as != name else []
             written[name] = [DTYPE_NAMES[entry.dtype], entry.shape, numbers[id(entry.chunks)], *alias]
-    return json.dumps({"cuts": listed, **sections}, separators=(",", ":")).encode()
+    return json.dumps({"chunk_lists": listed, **sections}, separators=(",", ":")).encode()
 
 
 def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
     """The index in `data`, whose ranks must have both files in the manifest; a `ValueError` says what is wrong."""
     body = load_json(data)
-    if not isinstance(body, dict) or set(body) != {"cuts", *SECTIONS}:
+    if not isinstance(body, dict) or set(body) != {"chunk_lists", *SECTIONS}:
         raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}, and lists of chunks")
-    if not isinstance(body["cuts"], list):
+    if not isinstance(body["chunk_lists"], list):
         raise ValueError("its lists of chunks are not a list")
-    cuts = [_rank_chunks(listed, files) for listed in body["cuts"]]
+    chunk_lists = [_rank_chunks(listed, files) for listed in body["chunk_lists"]]
     checked: set[tuple[int, Shape]] = set()
     index: Index = {}
     for section in SECTIONS:
@@ -108,12 +108,12 @@ def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
                 raise ValueError(f"its entry for {shown} is not a dtype, a shape and a list of chunks")
             dtype, shape = _dtype_and_shape(shown, value[0], value[1])
             number, stored_as = value[2], value[3] if len(value) == 4 else name
-            if type(number) is not int or not 0 <= number < len(cuts) or not isinstance(stored_as, str):
+            if type(number) is not int or not 0 <= number < len(chunk_lists) or not isinstance(stored_as, str):
                 raise ValueError(f"its entry for {shown} has no valid list of chunks")
             if (number, shape) not in checked:
-                _require_covered(shown, [chunk[1:] for chunk in cuts[number]], shape)
+                _require_covered(shown, [chunk[1:] for chunk in chunk_lists[number]], shape)
                 checked.add((number, shape))
-            entries[name] = TensorEntry(dtype=dtype, shape=shape, chunks=cuts[number], stored_as=stored_as)
+            entries[name] = TensorEntry(dtype=dtype, shape=shape, chunks=chunk_lists[number], stored_as=stored_as)
     return index
 
 

@@ -37,7 +37,7 @@ from stormo.parallel.weight_average import EMA
 # Keys of the plain values: every rank's part of the loss, and which rank has stored a replicated buffer.
 LOSSES, BUFFERS = "losses", "buffers"
 BUFFER = "buffer/"  # prefix of buffers in the section `own`
-ERROR_FEEDBACK = "kept_back"  # key of the plain values: the rank of PowerSGD's matrices
+ERROR_FEEDBACK = "error_feedback"  # key of the plain values: the rank of PowerSGD's matrices
 
 _OUTER = "outer/"
 
@@ -171,7 +171,7 @@ def local_chunks(world: World, strategy: Strategy) -> list[Chunk]:
 def local_state(world: World, strategy: Strategy) -> dict[str, Any] | None:
     """The plain values of local SGD, on rank 0. Every rank calls it."""
     scalers = world.gather_objects(dict(strategy.scaler.state_dict()))
-    return None if scalers is None else {"is_apart": strategy.replicas_differ, "scalers": scalers}
+    return None if scalers is None else {"replicas_differ": strategy.replicas_differ, "scalers": scalers}
 
 
 def restore_local(world: World, path: Path, strategy: Strategy, state: Mapping[str, Any], *, is_same: bool) -> None:
@@ -190,7 +190,7 @@ def restore_local(world: World, path: Path, strategy: Strategy, state: Mapping[s
         )
         if is_same:
             restore_parts(reader, strategy.shards(), strategy.optimizer)
-            strategy.replicas_differ = state[LOCAL]["is_apart"]
+            strategy.replicas_differ = state[LOCAL]["replicas_differ"]
             if strategy.scaler.is_enabled() and state[LOCAL]["scalers"][world.rank]:
                 strategy.scaler.load_state_dict(dict(state[LOCAL]["scalers"][world.rank]))
 
@@ -301,7 +301,7 @@ def restore_error_feedback(
                         errors[name] = errors[name].add_(tensor) if name in errors else tensor
             for error in [] if is_same else errors.values():
                 error.div_(world.size)
-    strategy.powersgd.take(errors if is_same else world.broadcast_tensors(errors), bases)
+    strategy.powersgd.load_error_feedback(errors if is_same else world.broadcast_tensors(errors), bases)
 
 
 def _read_local(reader: Reader, rank: int, prefix: str) -> dict[str, Tensor]:

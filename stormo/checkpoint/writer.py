@@ -385,13 +385,13 @@ class ShardWriter:
         index, alike = self._index(), dict[tuple[Any, ...], dict[str, list[str]]]()
         for section in SECTIONS:
             for name, entry in index[section].items():
-                cut = (DTYPE_NAMES[entry.dtype], entry.shape, tuple((c.offset, c.shape) for c in entry.chunks))
-                alike.setdefault(cut, {}).setdefault(section, []).append(name)
+                key = (DTYPE_NAMES[entry.dtype], entry.shape, tuple((c.offset, c.shape) for c in entry.chunks))
+                alike.setdefault(key, {}).setdefault(section, []).append(name)
         return {
             "files": {name: asdict(entry) for name, entry in files.items()},
             "weights": chunks_digest(index["model"]),
             "aliases": self._aliases,
-            "cuts": [[*cut, names] for cut, names in alike.items()],
+            "chunk_lists": [[*key, names] for key, names in alike.items()],
         }
 
 
@@ -488,7 +488,7 @@ class _RankManifests:
             self.files |= {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
             self.digests.append(manifest["weights"])
         self._aliases |= manifest["aliases"]
-        for dtype_name, listed, chunks, names in manifest["cuts"]:
+        for dtype_name, listed, chunks, names in manifest["chunk_lists"]:
             dtype, shape = DTYPES[dtype_name], tuple(listed)
             piece = tuple(RankChunk(rank, tuple(offset), tuple(size)) for offset, size in chunks)
             is_whole = all(chunk.shape == shape for chunk in piece)
@@ -509,17 +509,17 @@ class _RankManifests:
 
     def index(self) -> Index:
         """The tensors with their chunks; tensors that are sharded alike share one tuple of chunks."""
-        cuts: dict[tuple[int, ...], tuple[RankChunk, ...]] = {}
+        chunk_lists: dict[tuple[int, ...], tuple[RankChunk, ...]] = {}
         alike: dict[tuple[RankChunk, ...], tuple[RankChunk, ...]] = {}
         index: Index = {section: {} for section in SECTIONS}
         for section, tensors in self._tensors.items():
             for name, found in tensors.items():
                 pieces = tuple(found.pieces)
-                if pieces not in cuts:
+                if pieces not in chunk_lists:
                     chunks = tuple(chunk for number in pieces for chunk in self._pieces[number])
-                    cuts[pieces] = alike.setdefault(chunks, chunks)
+                    chunk_lists[pieces] = alike.setdefault(chunks, chunks)
                 index[section][name] = TensorEntry(
-                    dtype=found.dtype, shape=found.shape, chunks=cuts[pieces], stored_as=name
+                    dtype=found.dtype, shape=found.shape, chunks=chunk_lists[pieces], stored_as=name
                 )
         for alias, name in self._aliases.items():
             index["model"][alias] = index["model"][name]

@@ -130,7 +130,7 @@ def uses_sockets(layout: Layout, environ: Mapping[str, str], infiniband: Path = 
 
 
 def link_before(config: TrainConfig, layout: Layout) -> Link | None:
-    """The link of the resumed run, which as many workers take over; not if it was not measured, and now would be."""
+    """The link settings of the resumed run, if it had as many workers; None if they are yet to be measured."""
     before = config.resumed.link if config.resumed else None
     if before is None or before["world_size"] != layout.world_size:
         return None

@@ -362,7 +362,7 @@ class ResolvedBatch:
     warmup_start: float
     data_sha256: str | None = None  # of the data, where the task knows it
     num_workers: int | None = None  # that shared the batch at the start; None in runs of old versions
-    batch_per_pass: int | None = None  # stored name of the largest micro-batch of one worker at the start
+    micro_batch_size: int | None = None  # the largest of one worker at the start
     batch_per_worker: int | None = None  # samples for which --base-lr holds
     link: dict[str, Any] | None = None  # the fields of a `Link`, where NCCL's settings were chosen for it
 

@@ -38,8 +38,7 @@ def require_same_samples(world: World, data: Any, *, may_read: bool) -> None:
     if found is not None:
         number, rank = found
         raise SettingError(
-            f"a data set was passed to world.loader() whose sample {indices[number]} is another one on rank {rank} "
-            "than on rank 0",
+            f"sample {indices[number]} of the data set passed to world.loader() differs between rank 0 and rank {rank}",
             "each worker takes its share of one and the same data",
             "let it not depend on the worker (sort the files it lists), or say sharded=True if every worker "
             "has its own part",
@@ -48,7 +47,7 @@ def require_same_samples(world: World, data: Any, *, may_read: bool) -> None:
 
 def _stream_differs(rank: int) -> SettingError:
     return SettingError(
-        f"a stream was passed to world.loader() that starts with another batch on rank {rank} than on rank 0",
+        f"the stream passed to world.loader() starts with different batches on rank 0 and rank {rank}",
         "each worker reads the whole stream and takes its share of every batch",
         "let it not depend on the worker, or say sharded=True if every worker has its own part",
     )

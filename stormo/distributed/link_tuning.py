@@ -190,7 +190,7 @@ class ProbeGroup:
             for kind in gathered[0]
         }
 
-    def obey(self, probe: Probe) -> None:
+    def serve_orders(self, probe: Probe) -> None:
         """On the other ranks: measure until rank 0 has decided."""
         while self._take_part(probe) is not None:
             pass
@@ -220,7 +220,7 @@ class ProbeGroup:
 def choose_link(
     config: TrainConfig, layout: Layout, rank_info: RankInfo, store: Store, device: torch.device
 ) -> tuple[Link | None, str]:
-    """What to tell NCCL, and a sentence on it: as the resumed run, from the cache, or measured. All ranks call it."""
+    """NCCL's settings (of the resumed run, cached or measured) and a sentence about them. All ranks call it."""
     asked, before = config.workers.tune_link, link_before(config, layout)
     if asked is False:
         return None, ""
@@ -280,7 +280,7 @@ def tune(group: ProbeGroup, member: Mapping[str, Any], start: Callable[[], Probe
     if known is None:
         with closing(start()) as probe:
             if members is None:
-                group.obey(probe)
+                group.serve_orders(probe)
             else:
                 found, text = _measured(group, probe, members, text)
                 known = asdict(found)

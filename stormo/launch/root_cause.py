@@ -17,10 +17,7 @@ from stormo.launch.failure import Failure
 from stormo.launch.torch_errors import PeerLoss
 
 _MAX_NAMED = 4
-_HINT = (
-    "set a larger --timeout (in a script: World(timeout_s=...)) if a step, a save or what comes before the first step "
-    "may take that long"
-)
+_HINT = "set a larger --timeout (in a script: World(timeout_s=...)) if a step, a save or the start may take that long"
 
 
 class Severity(IntEnum):
@@ -147,7 +144,7 @@ def _all_wait(waits: Sequence[tuple[Failure, PeerLoss]], waited_s: float, elsewh
     if elsewhere:
         parts = [*ways, f"{_names(elsewhere)} of another node did not come", _HINT]
     elif ways:
-        parts = [*ways, "they would wait for each other in vain, so let every worker make the same calls"]
+        parts = [*ways, "none of these can complete, so let every worker make the same calls"]
     else:
         parts = ["another worker did not come", _HINT]
     return replace(first, what="; ".join([f"waited {waited_s:g} s at: {at}", *parts]) + _after(loss.remark))

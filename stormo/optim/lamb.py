@@ -71,7 +71,7 @@ class LAMB(LayerwiseOptimizer):
 def adam_updates(layers: Layers) -> list[Tensor]:
     """Adam's update of every layer with debiased moments, without decay and learning rate; new tensors."""
     beta1, beta2 = layers.group["betas"]
-    means, squares = layers.kept("exp_avg"), layers.kept("exp_avg_sq")
+    means, squares = layers.state_of("exp_avg"), layers.state_of("exp_avg_sq")
     torch._foreach_lerp_(means, layers.gradients, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, layers.gradients, layers.gradients, 1 - beta2)

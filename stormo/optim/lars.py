@@ -53,7 +53,7 @@ class LARS(LayerwiseOptimizer):
         updates = list(torch._foreach_add(layers.gradients, layers.weights, alpha=layers.decay))
         multiply(updates, rates)
         if momentum := group["momentum"]:
-            buffers = layers.kept("momentum_buffer")
+            buffers = layers.state_of("momentum_buffer")
             torch._foreach_mul_(buffers, momentum)
             torch._foreach_add_(buffers, updates)
             if group["nesterov"]:

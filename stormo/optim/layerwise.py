@@ -47,7 +47,7 @@ class Layers:
     is_adapted: bool
     has_gradient: bool
 
-    def kept(self, key: str) -> list[Tensor]:
+    def state_of(self, key: str) -> list[Tensor]:
         """A state of every layer in the layer's shape, initially zeros."""
         for state, weight in zip(self.states, self.weights, strict=True):
             if key not in state:

@@ -95,7 +95,7 @@ class Muon(LayerwiseOptimizer):
     def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
         if not layers.is_adapted:
             return (adam_updates(layers),)
-        torch._foreach_lerp_(layers.kept("momentum_buffer"), layers.gradients, 1 - layers.group["momentum"])
+        torch._foreach_lerp_(layers.state_of("momentum_buffer"), layers.gradients, 1 - layers.group["momentum"])
         return ()
 
     def _finish(self, ready: Sequence[Begun]) -> None:
@@ -132,7 +132,7 @@ def _momenta(layers: Layers) -> Iterator[Tensor]:
     """What is orthogonalised for each layer, in the dtype of that computation."""
     momentum, nesterov, weights = layers.group["momentum"], layers.group["nesterov"], layers.weights
     dtype = torch.float64 if weights[0].dtype == torch.float64 else torch.bfloat16  # as in torch.optim.Muon
-    for gradient, buffer in zip(layers.gradients, layers.kept("momentum_buffer"), strict=True):
+    for gradient, buffer in zip(layers.gradients, layers.state_of("momentum_buffer"), strict=True):
         yield (gradient.lerp(buffer, momentum) if nesterov else buffer).to(dtype)
 
 

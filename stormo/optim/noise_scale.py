@@ -76,7 +76,7 @@ class NoiseScale:
         ratio = self.value / global_batch_size
         found += f"; you train at {global_batch_size:,}"
         if ratio >= 1.5:
-            return f"{found}: more workers pay, up to about {ratio:.2g} times as many of the same batch."
+            return f"{found}, so more workers pay: up to about {ratio:.2g} times as many, each with the same batch."
         if ratio >= 1 / 1.5:
             return f"{found}, which is about there: more workers pay little."
         return f"{found}, which is {'' if ratio >= 0.1 else 'far '}beyond it: more workers do not pay."

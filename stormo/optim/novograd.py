@@ -59,7 +59,7 @@ class NovoGrad(LayerwiseOptimizer):
             torch._foreach_add_(updates, layers.weights, alpha=layers.decay)
         else:
             updates = list(torch._foreach_add(layers.gradients, layers.weights, alpha=layers.decay))
-        means = layers.kept("exp_avg")
+        means = layers.state_of("exp_avg")
         torch._foreach_mul_(means, beta1)
         torch._foreach_add_(means, updates, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
         if isinstance(layers.lr, Tensor):  # a tensor as `alpha` would be read from the device

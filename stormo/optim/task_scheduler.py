@@ -43,7 +43,7 @@ class TaskScheduler:
             raise SettingError(
                 said, "it follows the validation loss, which an epoch has", 'set scheduler_interval = "epoch"'
             )
-        self.state()  # refuses what cannot be saved
+        self.state_dict()  # refuses what cannot be saved
         self._set_others()
 
     @property
@@ -77,15 +77,15 @@ class TaskScheduler:
         for group, twin in zip(self._optimizer.param_groups, self._twin.param_groups, strict=True):
             group.update({key: twin[key] for key in _OTHERS if key in twin})
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Its state and that of the twin's groups, as JSON."""
         groups = [{key: group[key] for key in _KEPT if key in group} for group in self._twin.param_groups]
         tensors: dict[str, Tensor] = {}  # of NumPy's numbers
         plain = encode([self._scheduler.state_dict(), groups], tensors, "the scheduler")
         return {"plain": plain, "tensors": {name: tensor.tolist() for name, tensor in tensors.items()}}
 
-    def take(self, state: Any) -> None:
-        """Restore what `state` gave."""
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what `state_dict` gave."""
         try:
             tensors = {name: torch.from_numpy(numpy.array(values)) for name, values in state["tensors"].items()}
             stored, groups = decode(state["plain"], tensors)

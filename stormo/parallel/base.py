@@ -314,10 +314,10 @@ class Strategy:
         """Plain values for a checkpoint, the same on all workers. All workers call it."""
         return {
             "scaler": dict(self.scaler.state_dict()),
-            "noise_scale": self.noise_scale.state() if self.noise_scale is not None else None,
+            "noise_scale": self.noise_scale.collect_moments() if self.noise_scale is not None else None,
             "schedule_free": schedule_free.counters(self.optimizer) if is_schedule_free(self.optimizer) else None,
             "stale_gradients": {str(age): number for age, number in (self.stale_gradients or {}).items()},
-            **({} if self.scheduler is None else {"scheduler": self.scheduler.state()}),
+            **({} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -325,9 +325,9 @@ class Strategy:
         if state["scaler"]:
             self.scaler.load_state_dict(dict(state["scaler"]))
         if self.noise_scale is not None and state.get("noise_scale"):
-            self.noise_scale.take(state["noise_scale"])
+            self.noise_scale.load_moments(state["noise_scale"])
         if self.scheduler is not None and "scheduler" in state:
-            self.scheduler.take(state["scheduler"])
+            self.scheduler.load_state_dict(state["scheduler"])
         if is_schedule_free(self.optimizer) and state.get("schedule_free"):
             schedule_free.resume(self.optimizer, state["schedule_free"])
             self.shards_changed()
@@ -382,7 +382,7 @@ class Strategy:
                     loss = self._forward_backward(model, batch.data, batch.weight)
                 self._end_micro_batch()
                 if self.noise_scale is not None:
-                    self.noise_scale.see_micro_batch(span, self.module.parameters())
+                    self.noise_scale.update_micro_batch(span, self.module.parameters())
                 return loss
         except ValueError as error:
             may_be_one = self._plan.layout.devices_per_worker > 1 or batch.span.num_samples <= self._plan.micro_batches

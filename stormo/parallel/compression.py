@@ -92,7 +92,7 @@ class Compression:
             return begin_sum(flat)
         flat.mul_(1.0 / self._size)
         if self._meter is not None:
-            self._meter.see(flat)
+            self._meter.update(flat)
         parameters = bucket.parameters()
         gradients = [_by_strides(*pair) for pair in zip(bucket.gradients(), parameters, strict=True)]
         return self.begin(GradBucket(flat=flat, gradients=gradients, parameters=parameters))
@@ -227,7 +227,7 @@ class PowerSgd:
                 first = torch.randn(columns, rank, generator=generator, dtype=torch.float64)
                 self._first[name] = first.to(self.errors[name])
                 self.bases[name] = self._first[name].clone()
-        self.is_rehearsal = False  # whether the micro-batches belong to no step
+        self.is_warm_up = False  # whether the micro-batches belong to no step
 
     def exchange(self, bucket: GradBucket, wire: Wire) -> None:
         """Send two thin matrices for each large gradient, and small gradients without compression."""
@@ -252,13 +252,13 @@ class PowerSgd:
         for index, (name, gradient) in enumerate(cut):
             left, right, basis = lefts[index], rights[index], self.bases[name]
             gradient.copy_((left @ right.t()).view(gradient.shape))
-            if not self.is_rehearsal:
+            if not self.is_warm_up:
                 torch.addmm(matrices[index], left, owns[index].t(), alpha=-1, out=self.errors[name])
                 # A direction without any gradient starts again.
                 basis_now = torch.where(right.any(dim=0), right, self._first[name])
                 basis.copy_(torch.where(used[index] > 0, basis_now, basis))
 
-    def take(self, errors: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> None:
+    def load_error_feedback(self, errors: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> None:
         """Resume from these; what is missing starts from zero."""
         for name, error in self.errors.items():
             error.copy_(errors[name]) if name in errors else error.zero_()

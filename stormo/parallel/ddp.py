@@ -246,7 +246,7 @@ class Ddp(Replicated):
     def micro_step(self, batch: Batch) -> Tensor:
         """As on one device; error feedback is kept if the micro-batch belongs to a step."""
         if self.powersgd is not None:
-            self.powersgd.is_rehearsal = self._is_warming_up
+            self.powersgd.is_warm_up = self._is_warming_up
         return super().micro_step(batch)
 
     def _backward(self, loss: Tensor) -> None:

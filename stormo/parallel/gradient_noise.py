@@ -163,26 +163,26 @@ class NoiseScaleMeter:
             self._captured = self._norms
             self.forget()
 
-    def see(self, gradient: Tensor, factor: float = 1.0) -> None:
+    def update(self, gradient: Tensor, factor: float = 1.0) -> None:
         """Take a piece of this worker's own gradient, times a factor, before it is exchanged."""
         if self._is_measuring:
             norm = torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype))
             self._norms.append(norm if factor == 1.0 else norm * factor)
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's mean of a bucket over the workers, to the last bit, after `see`."""
+        """DDP's mean of a bucket over the workers, to the last bit, after `update`."""
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._norms = []  # of a replay, or of a pass that is captured later
         if buffer.layout is not torch.strided:
             return begin_sum(buffer.div_(self._world.size))  # a sparse gradient has its own bucket, and is not measured
         if self._divides:
-            self.see(buffer, 1.0 / self._world.size)
+            self.update(buffer, 1.0 / self._world.size)
             return begin_sum(buffer, dist.ReduceOp.AVG)
-        self.see(buffer.mul_(1.0 / self._world.size))
+        self.update(buffer.mul_(1.0 / self._world.size))
         return begin_sum(buffer)
 
-    def see_micro_batch(self, span: MicroBatch, parameters: Iterable[Tensor]) -> None:
+    def update_micro_batch(self, span: MicroBatch, parameters: Iterable[Tensor]) -> None:
         """After a micro-batch: a single worker takes the gradients after the first one."""
         if self._is_measuring and self._world.size == 1 and span.is_first and not span.is_last and span.num_samples:
             self._norms.append(total_norm([p.grad for p in parameters if p.grad is not None]))
@@ -258,18 +258,18 @@ class NoiseScaleMeter:
         """The estimate of the blocks received so far; on a GPU of those that have reached the host."""
         return estimate(self._on_host.read())
 
-    def state(self) -> list[float]:
-        """The state for a checkpoint. It ends the current block, so all workers call it."""
+    def collect_moments(self) -> list[float]:
+        """The weighted sums, for a checkpoint. It ends the current block, so all workers call it."""
         self._receive()
         self._send()
         self._receive()
         return [float(value) for value in self._moments.tolist()]
 
-    def take(self, state: Sequence[float]) -> None:
-        """Resume from a `state`, with any number of workers."""
+    def load_moments(self, moments: Sequence[float]) -> None:
+        """Resume from what `collect_moments` gave, with any number of workers."""
         self._norms, self._block, self._sent = [], [], None
-        self._moments = torch.tensor(state, dtype=torch.float64, device=self._world.device)
-        self._on_host = HostCopy(self._moments, list(state))
+        self._moments = torch.tensor(moments, dtype=torch.float64, device=self._world.device)
+        self._on_host = HostCopy(self._moments, list(moments))
 
 
 def begin_sum(

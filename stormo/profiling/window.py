@@ -1,7 +1,7 @@
 """A window of steps that torch's profiler records on every worker; outside the window it costs nothing.
 
-`tend` does what takes long (starting the profiler, writing) between steps and outside of training time. Traces are
-Chrome traces, which Perfetto and TensorBoard's profiler plugin open.
+`before_step` does what takes long (starting the profiler, writing) between steps and outside of training time. Traces
+are Chrome traces, which Perfetto and TensorBoard's profiler plugin open.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class ProfileWindow:
             self._open_step.__enter__()
 
     def step_done(self, step: int) -> bool:
-        """A step is done; True if `tend` is due before the next one."""
+        """A step is done; True if `before_step` is due before the next one."""
         if self._open_step is not None:
             self._close_step()
             self._done.append(step)
         return self._is_due(step + 1)
 
-    def tend(self, next_step: int) -> list[str]:
+    def before_step(self, next_step: int) -> list[str]:
         """Do what is due before this step: prepare the profiler, start recording, or stop and write.
 
         All workers call it before their first step, and when `step_done` returns True, outside of training time: on a

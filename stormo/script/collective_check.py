@@ -142,9 +142,9 @@ class CollectiveCheck:
         rank = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
         self._broken = SettingError(
             f"rank 0 is at: {_brief(posts[0])}",
-            f"rank {rank} is at: {_brief(posts[rank])}, and they would wait for each other for ever",
-            "let all workers make the same calls: decide with world.any(...) or world.stop_requested, "
-            "and call what they do together outside of what only some of them run",
+            f"rank {rank} is at: {_brief(posts[rank])}, so neither can complete",
+            "let all workers make the same calls in the same order: decide with world.any(...) or "
+            "world.stop_requested, and keep collective calls out of branches that only some workers enter",
         )
         raise self._broken
 

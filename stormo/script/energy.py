@@ -118,7 +118,7 @@ class StartRecorder:
         text = f"Over all {len(bill.attempts)} starts: {drawn}"
         share = bill.parts_j.get("recomputed", 0.0) / bill.total_j if bill.total_j else 0.0
         if share >= SMALLEST_SHOWN_SHARE:
-            text += f", {100 * share:.0f} % of it for work that had to be done again"
+            text += f", {100 * share:.0f} % of it for recomputed work"
         if num_absent := sum(attempt.num_nodes - len(attempt.node_ids) for attempt in bill.attempts):
             text += f", without {pluralize(num_absent, 'file')} that a node did not write"
         if self._recorder.failure is not None:

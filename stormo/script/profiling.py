@@ -38,7 +38,7 @@ class ScriptProfile:
             self._last = done
 
     def _begin(self, done: int) -> None:
-        self._say(self._window.tend(done + 1))
+        self._say(self._window.before_step(done + 1))
         self._window.step_begins(done + 1)
         self._last = done
 

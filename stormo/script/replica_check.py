@@ -65,7 +65,7 @@ class ReplicaCheck:
         return 0 if bool(is_same.all()) else int((~is_same).nonzero()[0]) + 1
 
     def report(self, differences: Sequence[int]) -> str | None:
-        """Raise, on all workers, what one has found; of a buffer, which may be a cache, only a sentence, and once."""
+        """Raise on all workers the difference that one found. A buffer may be a cache: it is reported once instead."""
         rank = next((rank for rank, found in enumerate(differences) if found), None)
         if rank is None:
             return None

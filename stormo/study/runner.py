@@ -64,7 +64,7 @@ class FailedRun:
 
 
 class RunFile:
-    """`cells.jsonl`: one line for each run that has ended, done or failed. A run that is done is not repeated."""
+    """`runs.jsonl`: one line for each run that has ended, done or failed. A run that is done is not repeated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -99,10 +99,10 @@ class RunFile:
 
 def open_run_file(study: Study) -> RunFile:
     """This node's file; other nodes follow that of node 0 where they see it, so that all do the same runs."""
-    shared = study.output / "cells.jsonl"
+    shared = study.output / "runs.jsonl"
     if study.node_id == 0:
         return RunFile(shared)
-    own = RunFile(study.output / f"cells-node{study.node_id}.jsonl")
+    own = RunFile(study.output / f"runs-node{study.node_id}.jsonl")
     if shared.is_file():
         own.done = RunFile(shared).done
     return own

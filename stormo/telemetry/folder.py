@@ -86,7 +86,7 @@ _FIGURES = Mapping[str, float | None]
 _SUMMARY: Mapping[str, Any] = {
     **_keys(str, "run_name task strategy mesh device precision stopped_by unit mfu_reason currency weights_sha256"),
     **_keys(str, "sample_order_sha256 noise_scale_reason noise_scale_advice"),
-    **_keys(int, "diverged_at_step world_size global_batch_size batch_per_pass accumulate epochs_run epochs steps"),
+    **_keys(int, "diverged_at_step world_size global_batch_size micro_batch_size accumulate epochs_run epochs steps"),
     **_keys(int, "samples_seen samples_trained num_resumes num_rollbacks staleness_max staleness_bound"),
     **_keys(int, "peak_memory_bytes peak_reserved_memory_bytes"),
     **_keys(float, "train_time_s setup_time_s wall_time_s time_to_target_s samples_per_s images_per_s tokens_per_s"),

@@ -110,13 +110,13 @@ class RunContext:
         progress = self.state.progress
         if progress.position >= self.loader.num_samples:  # the end of an epoch is validated before it is saved
             return False
-        losses.owes_checkpoint |= self.plan.is_checkpoint_due(progress.epoch, progress.step, progress.position)
-        return losses.owes_checkpoint and losses.is_stable
+        losses.checkpoint_is_due |= self.plan.is_checkpoint_due(progress.epoch, progress.step, progress.position)
+        return losses.checkpoint_is_due and losses.is_stable
 
     def profiler_step(self) -> None:
         """Let the profiler prepare or write, outside of the training time, and record what it says."""
         step = self.state.progress.step
-        for line in self.profile.tend(step + 1):
+        for line in self.profile.before_step(step + 1):
             self.record(Notice(kind="info", text=line, after_step=step))
 
     def record_step(self, clock: TrainingClock, losses: LossMonitor) -> None:
@@ -256,11 +256,11 @@ class RunContext:
         progress, plan = self.state.progress, self.plan
         is_end = progress.epoch > plan.epochs or self.has_reached_target
         is_best = plan.checkpoints is not None and progress.best_validation is progress.validation
-        losses.owes_checkpoint |= plan.is_checkpoint_due(done.epoch, progress.step, self.loader.num_samples)
-        is_due = losses.owes_checkpoint and losses.is_stable
+        losses.checkpoint_is_due |= plan.is_checkpoint_due(done.epoch, progress.step, self.loader.num_samples)
+        is_due = losses.checkpoint_is_due and losses.is_stable
         if is_end or is_best or is_due:  # the best epoch is saved even while the loss is not stable
             self.save(_score(done.validation))
-        losses.owes_checkpoint &= not is_due
+        losses.checkpoint_is_due &= not is_due
 
     def warn_if_not_learning(self) -> None:
         """Warn once if the loss has not fallen although it had the time."""

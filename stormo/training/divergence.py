@@ -213,16 +213,16 @@ class LossMonitor:
         self.wait_steps = patience  # of a checkpoint that is due, for a stable loss; the loop sets it each epoch
         self._lag = _LAG_STEPS[world.device.type]
         self._part: Tensor | None = None  # this rank's part of the current step's mean loss
-        self._pending: deque[tuple[StepInfo, int]] = deque()  # steps not judged yet, with the slot of their loss
+        self._pending: deque[tuple[StepInfo, int]] = deque()  # steps not checked yet, with the slot of their loss
         self._vote_lag = vote_lag
-        self._casts: deque[bool] = deque()  # for each vote not read yet: whether a loss travels with it
+        self._posted: deque[bool] = deque()  # for each vote not read yet: whether a loss travels with it
         self._num_updates = 0
         on_gpu = world.device.type == "cuda"
-        # A loss that was cast is kept until its sum is read, as `judge_all` may come before.
+        # A loss that was posted is kept until its sum is read, as `check_all` may come before.
         self._slots = torch.zeros(self._lag + vote_lag, dtype=torch.float64, pin_memory=on_gpu)
         self._copied = [torch.cuda.Event() for _ in self._slots] if on_gpu else []
         self._loss_since_log, self._samples_since_log = 0.0, 0  # summed over samples
-        self.owes_checkpoint = False  # one was due while the loss was not stable
+        self.checkpoint_is_due = False  # one was due while the loss was not stable
 
     @property
     def is_stable(self) -> bool:
@@ -247,20 +247,20 @@ class LossMonitor:
         self._part = None
 
     def share(self) -> float:
-        """This rank's part of the oldest loss not cast yet, once that is due: it travels with the vote."""
-        num_cast = sum(self._casts)
-        self._casts.append(len(self._pending) - num_cast == self._lag)
-        return self._read(self._pending[num_cast][1]) if self._casts[-1] else 0.0
+        """This rank's part of the oldest loss not posted yet, once that is due: it travels with the vote."""
+        num_posted = sum(self._posted)
+        self._posted.append(len(self._pending) - num_posted == self._lag)
+        return self._read(self._pending[num_posted][1]) if self._posted[-1] else 0.0
 
-    def judge(self, total: float) -> Diverged | None:
-        """Judge the loss that came with the vote that is read now, summed over ranks."""
-        if len(self._casts) <= self._vote_lag or not self._casts.popleft():
+    def check(self, total: float) -> Diverged | None:
+        """Check the loss that came with the vote that is read now, summed over ranks."""
+        if len(self._posted) <= self._vote_lag or not self._posted.popleft():
             return None
         return self._update_trend(self._pending.popleft()[0], total)
 
-    def judge_all(self, weights: Iterable[Tensor]) -> Diverged | None:
-        """Wait for all losses so far, and judge them and this rank's weights. All ranks call it."""
-        self._casts.clear()  # their votes are no longer read
+    def check_all(self, weights: Iterable[Tensor]) -> Diverged | None:
+        """Wait for all losses so far, and check them and this rank's weights. All ranks call it."""
+        self._posted.clear()  # their votes are no longer read
         if not self._pending:
             return None
         parts = [self._read(slot) for _, slot in self._pending]
@@ -275,9 +275,9 @@ class LossMonitor:
         # A loss can be finite and its gradient not: then the weights break before any loss shows it.
         finite = [weight.isfinite().all() for weight in weights]
         is_broken = torch.tensor([float(bool(finite) and not bool(torch.stack(finite).all()))])
-        return self.verdict("weights", steps[-1], losses[-1]) if self._world.max(is_broken).item() else None
+        return self.divergence_at("weights", steps[-1], losses[-1]) if self._world.max(is_broken).item() else None
 
-    def verdict(self, kind: str, step: StepInfo, loss: float) -> Diverged:
+    def divergence_at(self, kind: str, step: StepInfo, loss: float) -> Diverged:
         """A divergence at this step."""
         return Diverged(
             kind=kind,
@@ -308,7 +308,7 @@ class LossMonitor:
         if not self._is_on:
             return None
         kind = self._trend.update(loss, batch_size=self._batch_size, patience=self._patience)
-        return self.verdict(kind, step, loss) if kind else None
+        return self.divergence_at(kind, step, loss) if kind else None
 
     def _read(self, slot: int) -> float:
         if self._copied:

@@ -81,7 +81,7 @@ def _train_epoch(run: RunContext, clock: TrainingClock, vote: AsyncAllReduce, lo
         run.hook("on_step_end")
         run.heartbeat(progress.step)
         clock.step_done()
-        stop, diverged = vote.outcome(), losses.judge(vote.total())
+        stop, diverged = vote.outcome(), losses.check(vote.total())
         run.record_step(clock, losses)
         if run.profile.step_done(progress.step):
             clock.pause()
@@ -89,10 +89,10 @@ def _train_epoch(run: RunContext, clock: TrainingClock, vote: AsyncAllReduce, lo
             clock.start()
         if diverged is None and (stop or run.is_checkpoint_due(losses)):
             stop = max(stop, run.sync_workers(clock, vote))
-            diverged = losses.judge_all(strategy.weights())
+            diverged = losses.check_all(strategy.weights())
             if diverged is None and (stop or losses.is_stable):
                 run.save(None)
-                losses.owes_checkpoint = False
+                losses.checkpoint_is_due = False
                 if stop:
                     return Outcome("signal", stop)
             clock.start()
@@ -100,7 +100,7 @@ def _train_epoch(run: RunContext, clock: TrainingClock, vote: AsyncAllReduce, lo
             run.sync_workers(clock, vote)
             return Outcome("divergence", diverged=diverged)
     stop = run.sync_workers(clock, vote)
-    diverged = losses.judge_all(strategy.weights())
+    diverged = losses.check_all(strategy.weights())
     if diverged is not None:
         return Outcome("divergence", diverged=diverged)
     if stop:
@@ -118,7 +118,7 @@ def _end_epoch(run: RunContext, clock: TrainingClock, losses: LossMonitor) -> Ou
         return Outcome("signal", metrics)
     if run.config.stop.on_divergence != "ignore" and not math.isfinite(metrics.get("loss", 0.0)):
         last = StepInfo(epoch=progress.epoch, step=progress.step, position=0, learning_rate=run.last_learning_rate)
-        return Outcome("divergence", diverged=losses.verdict("validation", last, metrics["loss"]))
+        return Outcome("divergence", diverged=losses.divergence_at("validation", last, metrics["loss"]))
     done = run.finish_epoch(metrics, clock, time.perf_counter() - began_s)
     run.state.strategy.step_scheduler("epoch", metrics)
     run.hook("on_epoch_end", {**metrics, "train_loss": done.train_loss}, epoch=done.epoch)

@@ -234,8 +234,8 @@ class RunRecorder:
             self.wait_for_save()
             progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
             if not progress.trend.num_uneasy:
-                stable = [step for step in progress.calm_steps if step < progress.step]
-                progress.calm_steps = [*stable[-1:], progress.step]
+                stable = [step for step in progress.stable_steps if step < progress.step]
+                progress.stable_steps = [*stable[-1:], progress.step]
             self._save(metric, began)
         self.node_recorder.enter("idle", progress.step)
 
@@ -289,7 +289,7 @@ class RunRecorder:
             return []
         # All recent checkpoints may be of a high loss, and the newest stable one may have caused it. Rollbacks in a row
         # go further and further back, at last to the initial weights.
-        return [*([0] if on_divergence == "rollback" else []), *progress.calm_steps]
+        return [*([0] if on_divergence == "rollback" else []), *progress.stable_steps]
 
     def end(self, stopped_by: str, **more: Any) -> None:
         """Write the summary and close every sink. All ranks call it, except after an error."""

@@ -33,7 +33,7 @@ REFUSED = {
     "optimizer": "no other optimizer can restore the state that is saved",
     "grad_averaging": "the momentum that is saved is a mean with it and a sum without",
     "freeze": "the state that is saved is that of the parameters that were trained",
-    "init_from": "it goes on from its own weights",
+    "init_from": "a resume takes the weights of its checkpoint",
     "grow_batch": "the steps that are done follow from it",
     "epoch_samples": "the position in the stream is counted in it",
 }

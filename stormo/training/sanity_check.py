@@ -60,7 +60,7 @@ _TASK_MISTAKES = {
     ),
     "wrapper": (
         "does more with the model than to call it",
-        "on several workers a wrapper stands for it, which exchanges gradients when it is called",
+        "on several workers or GPUs it is wrapped in DDP or DataParallel, which exchanges gradients only when called",
         "do that in the model's forward()",
     ),
 }
@@ -171,8 +171,8 @@ def check_streams(task: Task, world: World, loader: Loader, validation: Validati
 
     def refusal(method: str, rank: int) -> SettingError:
         return SettingError(
-            f"{type(task).__name__}.{method}() gave a stream that starts with other samples on rank {rank} than on "
-            "rank 0",
+            f"{type(task).__name__}.{method}() gave a stream that starts with different samples on "
+            f"rank 0 and rank {rank}",
             "each worker reads the whole stream and takes its share of every batch, so that samples would be left out",
             "let the stream give all samples to every worker, whatever its rank: do not shard it",
         )
@@ -225,7 +225,7 @@ class _FirstBatchCheck:
         strategy.check_first_gradients()
         if not strategy.module.training:
             raise SettingError(
-                f"{type(strategy.task).__name__}.loss() leaves the model as model.eval() makes it",
+                f"{type(strategy.task).__name__}.loss() leaves the model in evaluation mode",
                 "dropout and batch norm would not train from then on",
                 "leave model.eval() out of it: every micro-batch begins in the mode that it needs",
             )

@@ -77,7 +77,7 @@ class Progress:
     rate_factor: float = 1.0  # of the learning rate; every rollback lowers it
     diverged_rate: float | None = None  # the lowest learning rate after warm-up that has diverged
     trend: Trend = field(default_factory=Trend)  # of the training loss
-    calm_steps: list[int] = field(default_factory=list)  # of the last two checkpoints with a stable loss
+    stable_steps: list[int] = field(default_factory=list)  # of the last two checkpoints with a stable loss
     peak_memory_bytes: int | None = None
     peak_reserved_memory_bytes: int | None = None  # of a GPU
     epochs_done: int = 0  # validated ones
@@ -99,7 +99,7 @@ class Progress:
         self.samples_seen += len(samples)
         self.samples_trained += len(samples)
 
-    def take(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         """Restore what `asdict` gave; what was not saved keeps its default."""
         hints = typing.get_type_hints(Progress)
         for name, value in values.items():
@@ -245,7 +245,7 @@ class RunState:
                 "from the mean of their weights and of the state of their optimizers."
             )
         strategy.load_state_dict(state)
-        self.progress.take(state["progress"])
+        self.progress.load_state_dict(state["progress"])
         self.progress.num_resumes += 1
         if _is_same_mesh(state, world):
             averages = {} if strategy.average is None else strategy.average.buffers

@@ -32,7 +32,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
         "link": plan.initial.link,
         "world_size": plan.layout.world_size,
         "global_batch_size": plan.global_batch_size,
-        "batch_per_pass": plan.micro_batch_size,  # stored name
+        "micro_batch_size": plan.micro_batch_size,
         "accumulate": plan.accumulate,
         "epochs_run": progress.epochs_done,
         "steps": progress.step,

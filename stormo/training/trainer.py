@@ -324,7 +324,7 @@ class Trainer:
             )
         if config.resumed is None:
             check_single_samples(strategy, loader, plan, Progress(), self._checked_steps)
-        self._setup_times.done("first passes")  # stored name
+        self._setup_times.done("warm-up")
 
     def _open_run(self) -> None:
         """Open the run folder, and restore the checkpoint of a run that is resumed."""

@@ -110,7 +110,11 @@ HALF_DTYPES = [[0, [0, 0], [1, 3]], [1, [1, 0], [1, 3]]]
 
 
 def index(**changes: Any) -> bytes:
-    body = {"cuts": [HALF_DTYPES, []], "model": {"w": ["F32", [2, 3], 0]}, "optimizer": {"w|m": ["BF16", [0, 3], 1]}}
+    body = {
+        "chunk_lists": [HALF_DTYPES, []],
+        "model": {"w": ["F32", [2, 3], 0]},
+        "optimizer": {"w|m": ["BF16", [0, 3], 1]},
+    }
     return json.dumps({**body, **changes}).encode()
 
 
@@ -120,7 +124,7 @@ def test_an_index_survives_its_own_format_and_lists_equal_chunks_once() -> None:
     assert parsed["model"]["tied"] == parsed["model"]["w"]
     again = index_json(parsed)
     assert parse_index(again, FILES) == parsed
-    assert json.loads(again)["cuts"] == [HALF_DTYPES, []]
+    assert json.loads(again)["chunk_lists"] == [HALF_DTYPES, []]
 
 
 @pytest.mark.parametrize(
@@ -130,14 +134,14 @@ def test_an_index_survives_its_own_format_and_lists_equal_chunks_once() -> None:
         (index(local={}), "sections model and optimizer"),
         (b'{"model": ' * 200_000, "nested too deeply"),
         (b"\xff", "not valid JSON"),
-        (index(cuts={}), "not a list"),
-        (index(cuts=[3, []]), "not a list"),
-        (index(cuts=[[[0, [0, 0]]], []]), "not a rank, an offset and a shape"),
-        (index(cuts=[[[True, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
-        (index(cuts=[[[-1, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
-        (index(cuts=[[[2, [0, 0], [2, 3]]], []]), "no tensor file of this checkpoint"),
-        (index(cuts=[HALF_DTYPES[:1], []]), "do not cover its shape"),
-        (index(cuts=[[*HALF_DTYPES, HALF_DTYPES[0]], []]), "exactly once"),
+        (index(chunk_lists={}), "not a list"),
+        (index(chunk_lists=[3, []]), "not a list"),
+        (index(chunk_lists=[[[0, [0, 0]]], []]), "not a rank, an offset and a shape"),
+        (index(chunk_lists=[[[True, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
+        (index(chunk_lists=[[[-1, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
+        (index(chunk_lists=[[[2, [0, 0], [2, 3]]], []]), "no tensor file of this checkpoint"),
+        (index(chunk_lists=[HALF_DTYPES[:1], []]), "do not cover its shape"),
+        (index(chunk_lists=[[*HALF_DTYPES, HALF_DTYPES[0]], []]), "exactly once"),
         (index(model=[]), "section model is not an object"),
         (index(model={"w": {}}), "not a dtype, a shape and a list of chunks"),
         (index(model={"w": ["F31", [2, 3], 0]}), "no valid dtype"),
@@ -194,13 +198,13 @@ def test_hostile_indexes_of_a_rank_are_refused_with_a_reason(data: bytes, words:
 
 def test_the_digest_of_chunks_distinguishes_values_names_and_chunks() -> None:
     def digest(name: str, values: float, places: list[Spot]) -> str:
-        boxes = [
+        chunks = [
             StoredChunk(
                 file=FILE, offset=o, shape=s, start=0, stop=0, sha256=weights_digest({"k": torch.full(s, values)})
             )
             for o, s in places
         ]
-        return chunks_digest({name: TensorEntry(dtype=torch.float32, shape=(4,), chunks=tuple(boxes))})
+        return chunks_digest({name: TensorEntry(dtype=torch.float32, shape=(4,), chunks=tuple(chunks))})
 
     halves: list[Spot] = [((0,), (2,)), ((2,), (2,))]
     assert digest("w", 1.0, halves) == digest("w", 1.0, halves[::-1])

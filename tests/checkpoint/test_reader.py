@@ -375,7 +375,7 @@ def test_a_folder_below_a_file_holds_no_checkpoint(tmp_path: Path) -> None:
 # --- chunks ---
 
 
-def test_boxes_of_whole_tensors_are_read_from_the_file_that_holds_them(
+def test_chunks_of_whole_tensors_are_read_from_the_file_that_holds_them(
     newest: Path, make_snapshot: Callable[[int], Snapshot]
 ) -> None:
     expected = make_snapshot(2)
@@ -508,7 +508,7 @@ def test_a_resealed_index_is_refused_with_a_reason(tmp_path: Path, monkeypatch: 
 )
 def test_hostile_manifests_of_shards_are_refused_with_a_reason(changes: dict[str, Any], words: str) -> None:
     files = dict.fromkeys((INDEX, STATE, "shard-00000.safetensors", "index-00000.json"), GOOD_ENTRY)
-    good = {"version": 3, "digest_of": "boxes", "files": files}
+    good = {"version": 3, "digest_of": "chunks", "files": files}
     assert parse_manifest(sealed(**good)).version == 3
     with pytest.raises(ValueError, match=words):
         parse_manifest(sealed(**{**good, **changes}))

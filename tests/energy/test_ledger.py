@@ -214,7 +214,7 @@ def test_waiting_is_distributed_over_the_training_since_its_last_figure(tmp_path
     _write(
         tmp_path,
         "0",
-        _energy(10.0, 1000.0, "starting", waiting_s={"input": 0.0, "communication": 7.0}),  # of the rehearsal
+        _energy(10.0, 1000.0, "starting", waiting_s={"input": 0.0, "communication": 7.0}),  # of the warm-up
         _energy(11.0, 1100.0),
         _energy(14.0, 1500.0, waiting_s={"input": 1.0, "communication": 7.0}),  # 1 s of 4
         _energy(16.0, 1700.0, "validation", waiting_s={"input": 1.0, "communication": 7.5}),  # late

@@ -85,10 +85,7 @@ def test_the_wait_depends_on_what_is_known(events: list[FailureEvent], several_n
     assert decide_at(events, SETTLE, several_nodes=several_nodes) == pytest.approx(expected)
 
 
-HINT = (
-    "set a larger --timeout (in a script: World(timeout_s=...)) if a step, a save or what comes before the first step "
-    "may take that long"
-)
+HINT = "set a larger --timeout (in a script: World(timeout_s=...)) if a step, a save or the start may take that long"
 
 
 def complaint(rank: int, error: Exception, details: str = "") -> Failure:
@@ -143,8 +140,7 @@ def test_workers_that_wait_for_each_other_are_all_told_with_the_place_of_the_few
     found = named([*start, waiter(0, "a batch norm in a.py line 11", None, remark)], [])
     assert found.sentence == (
         "rank 0 on host n0 waited 8 s at: a batch norm in a.py line 11; ranks 1, 2, 3 at: the start of epoch 2 in a.py "
-        "line 9; they would wait for each other in vain, so let every worker make the same calls. "
-        "A batch norm waits so."
+        "line 9; none of these can complete, so let every worker make the same calls. A batch norm waits so."
     )
 
 

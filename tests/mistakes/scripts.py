@@ -27,8 +27,8 @@ _BACKWARD = "    world.backward(loss)\n"
 _STEP = "    optimizer.step()\n"
 _WRAP = "model, optimizer = world.wrap(model, optimizer)\n"
 _TOGETHER = (
-    "and they would wait for each other for ever; let all workers make the same calls: decide with world.any(...) or "
-    "world.stop_requested, and call what they do together outside of what only some of them run."
+    "so neither can complete; let all workers make the same calls in the same order: decide with world.any(...) or "
+    "world.stop_requested, and keep collective calls out of branches that only some workers enter."
 )
 
 
@@ -142,7 +142,7 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
         2,
     ),
     _script(
-        "`world.sum()` on the main worker only",
+        "`world.sum()` on rank 0 only",
         ("for x, y in loader:", "if world.is_main:\n    world.sum(1)\nfor x, y in loader:"),
         "rank 0 is at: world.sum of a number in my_script.py line 13, but rank 1 is at: the start of epoch 1 of loader "
         "1 in my_script.py line 14, " + _TOGETHER,
@@ -189,8 +189,8 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
     _script(
         "a stream that each worker reads a part of",
         (_LOADER, "loader = world.loader((data[n] for n in range(world.rank, 64, 2)), batch_size=8)\n"),
-        "a stream was passed to world.loader() that starts with another batch on rank 1 than on rank 0, but each "
-        "worker reads the whole stream and takes its share of every batch; let it not depend on the worker, or say "
+        "the stream passed to world.loader() starts with different batches on rank 0 and rank 1, but each worker "
+        "reads the whole stream and takes its share of every batch; let it not depend on the worker, or say "
         "sharded=True if every worker has its own part.",
         2,
     ),

@@ -379,7 +379,7 @@ IN_THE_FIRST_BATCH = [
         name="`model.eval()` in `loss()`",
         change=("x, y = batch", "model.eval()\n        x, y = batch"),
         says=(
-            "Net.loss() leaves the model as model.eval() makes it, but dropout and batch norm would not train from "
+            "Net.loss() leaves the model in evaluation mode, but dropout and batch norm would not train from "
             "then on; leave model.eval() out of it: every micro-batch begins in the mode that it needs."
         ),
     ),
@@ -457,8 +457,9 @@ ON_TWO_WORKERS = [
         num_workers=2,
         says=(
             "Net.loss() does more with the model than to call it (my_task.py, line 19: "
-            "'DistributedDataParallel' object is not subscriptable), but on several workers a wrapper "
-            "stands for it, which exchanges gradients when it is called; do that in the model's forward()."
+            "'DistributedDataParallel' object is not subscriptable), but on several workers or GPUs it is "
+            "wrapped in DDP or DataParallel, which exchanges gradients only when called; do that in the model's "
+            "forward()."
         ),
     ),
     Mistake(

@@ -197,7 +197,7 @@ def _sums(**changes: Any) -> tuple[GlobalSquares, list[Tensor]]:
     return GlobalSquares(**{**options, **changes}), parameters
 
 
-def test_boxes_of_one_layer_add_up_and_what_is_not_counted_stays_out() -> None:
+def test_chunks_of_one_layer_add_up_and_what_is_not_counted_stays_out() -> None:
     exchanged: list[Tensor] = []
 
     def reduce(sums: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def test_added_noise_has_its_spread_and_depends_on_the_seed_not_on_the_layout_in
     )
 
 
-def test_boxes_get_the_noise_of_their_place_in_whole_gradients() -> None:
+def test_chunks_get_the_noise_of_their_place_in_whole_gradients() -> None:
     shapes = [(6, 5), (3,), (4, 4, 2), (), (6, 5)]
     whole = [torch.ones(shape, dtype=torch.float64) for shape in shapes]
     add_noise([chunk for chunk in whole_chunks(whole) if chunk[1] != 1], 0.3, seed=4)

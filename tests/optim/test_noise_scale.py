@@ -79,7 +79,7 @@ def test_what_is_too_uncertain_has_no_range_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        (512, "you train at 512: more workers pay, up to about 6 times as many of the same batch."),
+        (512, "you train at 512, so more workers pay: up to about 6 times as many, each with the same batch."),
         (2048, "you train at 2,048, which is about there: more workers pay little."),
         (8192, "you train at 8,192, which is beyond it: more workers do not pay."),
         (65536, "you train at 65,536, which is far beyond it: more workers do not pay."),

@@ -65,7 +65,7 @@ def test_it_sets_what_torch_sets_and_resumes_from_json(name: str) -> None:
         expected.append(([group["lr"] for group in groups], [group["momentum"] for group in groups]))
     assert _advance(whole, 0, 4) == expected[:4]
     resumed = TaskScheduler(EVERY[name], _optimizer(), "epoch")
-    resumed.take(json.loads(json.dumps(whole.state())))
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
     assert resumed.rates == whole.rates
     assert _advance(resumed, 4, 8) == _advance(whole, 4, 8) == expected[4:]
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_stepped_is_refused(make: Any, said: str) -> None:
 def test_the_state_of_another_scheduler_is_refused() -> None:
     scheduler = TaskScheduler(EVERY["MultiStepLR"], _optimizer(), "step")
     with pytest.raises(StormoError, match="does not fit MultiStepLR"):
-        scheduler.take({"groups": []})
+        scheduler.load_state_dict({"groups": []})
 
 
 class Halved(Tiny):

@@ -273,17 +273,17 @@ def _scheduled(world: World, task_class: type[Task]) -> tuple[str, int]:
 
 
 def test_a_scheduler_made_in_loss_ends_the_run_before_it_trains(run_ranks: Ranks) -> None:
-    ((said, num_rehearsed),) = run_ranks(_scheduled, 1, Scheduled)
+    ((said, num_warm_up_calls),) = run_ranks(_scheduled, 1, Scheduled)
     assert "scheduler was made" in said
     assert "--decay" in said
-    assert not num_rehearsed
+    assert not num_warm_up_calls
 
 
 def test_learning_rates_changed_by_others_end_the_run(run_ranks: Ranks) -> None:
-    for said, num_rehearsed in run_ranks(_scheduled, 2, Plateau):
+    for said, num_warm_up_calls in run_ranks(_scheduled, 2, Plateau):
         assert "changed from 0.1 to 0.01" in said
         assert "--decay" in said
-        assert num_rehearsed == 2
+        assert num_warm_up_calls == 2
 
 
 def test_an_undone_step_keeps_the_learning_rates(run_ranks: Ranks) -> None:

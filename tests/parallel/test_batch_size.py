@@ -468,7 +468,7 @@ def test_the_batch_is_cut_into_passes_that_fit_and_the_plan_says_why(
     assert "20 fits with " in line
     assert line.endswith(" GiB, 22 does not) × 2 workers")
     result = summary(run)
-    assert (result["global_batch_size"], result["batch_per_pass"], result["accumulate"]) == (128, 16, 4)
+    assert (result["global_batch_size"], result["micro_batch_size"], result["accumulate"]) == (128, 16, 4)
     assert "batch size" in result["setup_parts_s"]
     batch = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["batch"]
     assert (batch["batch_size"], batch["global_batch_size"], batch["accumulate"]) == ("auto", 128, 1)

@@ -222,7 +222,7 @@ def _trained(world: World, task: type[Tiny], flags: dict[str, Any]) -> tuple[Any
     parts.strategy.warm_up(parts.loader)
     losses = steps(parts, 30)
     meter = parts.strategy.noise_scale
-    scale = None if meter is None else meter.state()[0]
+    scale = None if meter is None else meter.collect_moments()[0]
     return arrays(parts.strategy.module.named_parameters()), losses, scale
 
 

@@ -515,7 +515,7 @@ def test_noise_and_its_scale_never_wait_for_the_device() -> None:
                 parts.state.progress.step += 1
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    assert strategy.noise_scale.state()[0] > 8
+    assert strategy.noise_scale.collect_moments()[0] > 8
     # A copy from memory that is not pinned would wait too, of which that mode says nothing.
     assert strategy._noise._drawn is not None
     assert strategy._noise._drawn[1].is_pinned()

@@ -185,7 +185,7 @@ def _everything(parts: Parts) -> dict[str, Any]:
     outer = parts.strategy.outer
     kept = {} if outer is None else {"anchor": outer.anchors, "velocity": outer.velocities}
     named = arrays((f"{key}/{n}", t) for key, each in kept.items() for n, t in enumerate(each))
-    return {**whole_state(parts), **named, "is_apart": parts.strategy.replicas_differ}
+    return {**whole_state(parts), **named, "replicas_differ": parts.strategy.replicas_differ}
 
 
 def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any], saved_at: int) -> tuple[Any, Any, Any, Any]:

@@ -119,7 +119,7 @@ def _trained(world: World, flags: dict[str, Any]) -> tuple[list[Any], list[float
     for _ in range(2):
         _train(parts, 2 * NUM_STEPS + 1)  # the last batch is short, so it is not replayed
     values = [value.detach().cpu().numpy() for value in (*strategy.weights(), scores())]
-    noise = None if strategy.noise_scale is None else strategy.noise_scale.state()
+    noise = None if strategy.noise_scale is None else strategy.noise_scale.collect_moments()
     is_captured = strategy._graph is not None
     strategy.close()
     return values, noise, is_captured

@@ -74,7 +74,7 @@ def _measure(world: World, num_steps: int, flags: dict[str, Any]) -> list[float]
     parts.strategy.warm_up(parts.loader)
     steps(parts, num_steps)
     assert parts.strategy.noise_scale is not None
-    moments = parts.strategy.noise_scale.state()
+    moments = parts.strategy.noise_scale.collect_moments()
     found = parts.strategy.noise_scale.read()
     trace, square = truth()
     assert found.low is not None
@@ -153,9 +153,9 @@ def _resume(world: World) -> None:
     steps(resumed, 30)
     assert parts.strategy.noise_scale is not None
     assert resumed.strategy.noise_scale is not None
-    found = parts.strategy.noise_scale.state()
+    found = parts.strategy.noise_scale.collect_moments()
     # DDP lays its buckets out anew after a resume, so norms over them are summed in another order.
-    assert resumed.strategy.noise_scale.state() == pytest.approx(found, rel=1e-6)
+    assert resumed.strategy.noise_scale.collect_moments() == pytest.approx(found, rel=1e-6)
     assert found[0] == pytest.approx(sum((1 - 1 / 512) ** age for age in range(51)), rel=0.02)  # all steps count
     unmeasured = build(world, noise_scale=False, **flags)
     unmeasured.state.restore_snapshot(world, parts.state.snapshot(world, 0), 0)  # what is not wanted is left aside
@@ -179,11 +179,11 @@ def test_one_worker_resumes_the_measurement_of_two(run_ranks: Ranks) -> None:
     parts.state.restore_snapshot(world, snapshot, 0)
     meter = parts.strategy.noise_scale
     assert meter is not None
-    before = meter.state()
+    before = meter.collect_moments()
     assert before == snapshot.state["noise_scale"]
     assert before[0] > 90
     steps(parts, 300)
-    after = meter.state()
+    after = meter.collect_moments()
     assert after[0] > before[0] + 20
     _check(after)
 
@@ -198,7 +198,7 @@ def test_steps_that_overflow_are_not_measured() -> None:
         steps(parts, 1)
         strategy.scaler.load_state_dict({**strategy.scaler.state_dict(), "scale": 1024.0})
     assert strategy.noise_scale is not None
-    moments = strategy.noise_scale.state()
+    moments = strategy.noise_scale.collect_moments()
     assert all(math.isfinite(value) for value in moments)
     assert moments[0] == pytest.approx(16, rel=0.05)
 
@@ -209,7 +209,7 @@ def test_warm_up_is_not_measured() -> None:
     parts.strategy.warm_up(parts.loader)
     parts.strategy.try_step(next(iter(parts.loader.epoch(1))).data)
     assert parts.strategy.noise_scale is not None
-    assert parts.strategy.noise_scale.state() == [0.0] * NUM_MOMENTS
+    assert parts.strategy.noise_scale.collect_moments() == [0.0] * NUM_MOMENTS
 
 
 def test_every_step_of_a_start_is_measured_then_one_in_eight() -> None:
@@ -218,9 +218,9 @@ def test_every_step_of_a_start_is_measured_then_one_in_eight() -> None:
     counts = []
     for step in (120, 128):
         parts.state.progress.step = step
-        parts.strategy.noise_scale.take([0.0] * NUM_MOMENTS)
+        parts.strategy.noise_scale.load_moments([0.0] * NUM_MOMENTS)
         steps(parts, 8)
-        counts.append(parts.strategy.noise_scale.state()[0])
+        counts.append(parts.strategy.noise_scale.collect_moments()[0])
     assert counts == [8.0, 1.0]
 
 
@@ -247,7 +247,7 @@ def test_norms_of_16_bit_gradients_have_32(flags: dict[str, Any]) -> None:
     assert [float(own), float(whole)] == pytest.approx(expected, rel=1e-6)
     meter.begin(first.span, 2, 0.0, 0)
     piece = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    meter.see(piece)
+    meter.update(piece)
     assert float(meter._norms[0]) == pytest.approx(float(piece.double().norm()), rel=1e-6)
 
 

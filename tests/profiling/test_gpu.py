@@ -91,7 +91,7 @@ def test_a_window_by_kernels(tmp_path: Path) -> None:
             )
             yield Batch(torch.randn(512, 2048).pin_memory().to(device, non_blocking=True), span, is_padding=False)
 
-    said = window.tend(1)
+    said = window.before_step(1)
     for batch in window.batches(batches(), clock):
         with range_of("forward+backward"):
             (batch.data @ weight).square().mean().backward()
@@ -100,7 +100,7 @@ def test_a_window_by_kernels(tmp_path: Path) -> None:
             weight.grad = None
         clock.step += 1
         if window.step_done(clock.step):
-            said += window.tend(clock.step + 1)
+            said += window.before_step(clock.step + 1)
     assert window.close() == []
     assert said[0].startswith("Profile of steps 3 to 5, 1 worker, by GPU time: ")
     summary = json.loads((tmp_path / "profile" / "summary.json").read_text())

@@ -33,7 +33,7 @@ Ranks = Callable[..., list[Any]]
 
 def _train(parts: Parts, window: ProfileWindow, num_steps: int) -> list[str]:
     """Steps as the loop does them, over the ends of epochs; what is to be printed."""
-    progress, said = parts.state.progress, window.tend(parts.state.progress.step + 1)
+    progress, said = parts.state.progress, window.before_step(parts.state.progress.step + 1)
     while True:
         for batch in window.batches(parts.loader.epoch(progress.epoch, progress.position), progress):
             with range_of("forward+backward"):
@@ -44,7 +44,7 @@ def _train(parts: Parts, window: ProfileWindow, num_steps: int) -> list[str]:
                 parts.strategy.step(0.1)
             progress.advance(parts.loader.samples(batch.span))
             if window.step_done(progress.step):
-                said += window.tend(progress.step + 1)
+                said += window.before_step(progress.step + 1)
             if progress.step == num_steps:
                 return said
         progress.epoch, progress.position = progress.epoch + 1, 0
@@ -170,7 +170,7 @@ def test_a_word_about_cycles_is_kept_from_the_user_and_no_other_warning(
     monkeypatch.setattr(profile, "prepare_trace", warn)
     window = ProfileWindow(parse_profile("1:3"), World(alone(), torch.device("cpu")), tmp_path)
     with pytest.warns(UserWarning, match="CUDA") as caught:
-        window.tend(1)
+        window.before_step(1)
     window.close()
     assert [str(warning.message) for warning in caught] == ["CUDA is not available, disabling CUDA profiling"]
 

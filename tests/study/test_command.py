@@ -36,6 +36,6 @@ def test_a_study_of_two_numbers_of_workers(tmp_path: Path, capsys: pytest.Captur
     assert [point["workers"] for point in study["points"]] == [1, 2]
     assert [one["batch"] for one in study["measurements"]] == [64, 64]  # strong: the same batch
     assert {one["basis"] for one in study["measurements"]} == {"epoch 2"}
-    kept = (folder / "cells.jsonl").read_text(encoding="utf-8")
+    kept = (folder / "runs.jsonl").read_text(encoding="utf-8")
     assert main([TASK, *options, "--output", str(folder)], train) == 0  # everything is done already
-    assert (folder / "cells.jsonl").read_text(encoding="utf-8") == kept
+    assert (folder / "runs.jsonl").read_text(encoding="utf-8") == kept

@@ -42,7 +42,7 @@ def test_one_worker_is_one_run_for_both_modes() -> None:
 
 
 def test_a_line_that_was_cut_short_is_a_run_that_was_not_done(tmp_path: Path) -> None:
-    path = tmp_path / "cells.jsonl"
+    path = tmp_path / "runs.jsonl"
     one, two, three = (Run(mode="strong", workers=workers) for workers in (1, 2, 4))
     file = RunFile(path)
     file.add(one, "done", measurement(1, 100.0))

@@ -243,12 +243,12 @@ def test_progress_carries_the_trend_and_what_was_not_saved_keeps_its_default() -
     for loss in falling(2.3, 0.3, num_steps=50, noise=0.1):
         progress.trend.update(loss, batch_size=9, patience=100)
     again = Progress()
-    again.take(asdict(progress))
+    again.load_state_dict(asdict(progress))
     assert again == progress
     now = asdict(Progress(step=7, samples_seen=70, samples_trained=90))
-    new = ("trend", "rate_factor", "calm_steps")
+    new = ("trend", "rate_factor", "stable_steps")
     again = Progress()
-    again.take({name: value for name, value in now.items() if name not in new})
+    again.load_state_dict({name: value for name, value in now.items() if name not in new})
     assert again == Progress(step=7, samples_seen=70, samples_trained=90)
 
 
@@ -277,7 +277,7 @@ def _watched(
         watch.add(torch.tensor(0.5))
         watch.update(StepInfo(epoch=1, step=step, position=10 * step, learning_rate=0.1))
         assert vote.outcome() == 0
-        if diverged := watch.judge(vote.total()):
+        if diverged := watch.check(vote.total()):
             return step, diverged.kind, diverged.loss, diverged.step, trend.first
     raise AssertionError("nothing was noticed")
 
@@ -302,7 +302,7 @@ def _settled(world: World, lag: int, vote_lag: int, breaks_weights: bool) -> tup
     model.bias.requires_grad_(False).fill_(-INF)
     with lagging(lag):
         watch = LossMonitor(world, trend, is_on=True, batch_size=64, patience=100, vote_lag=vote_lag)
-    assert watch.judge_all(trained) is None
+    assert watch.check_all(trained) is None
     for step in range(1, lag + vote_lag + 1):
         watch.share()  # with votes that nobody reads
         watch.add(torch.tensor(float(step)))
@@ -310,7 +310,7 @@ def _settled(world: World, lag: int, vote_lag: int, breaks_weights: bool) -> tup
     if breaks_weights and world.rank == 0:
         with torch.no_grad():
             model.weight[0, 0] = NAN
-    diverged = watch.judge_all(trained)
+    diverged = watch.check_all(trained)
     return diverged.kind if diverged else None, diverged.step if diverged else 0, trend.first
 
 
@@ -324,13 +324,13 @@ def test_before_a_checkpoint_every_loss_is_known_and_the_weights_are_checked(
     assert run_ranks(_settled, 2, lag, vote_lag, breaks_weights) == [(*found, [2.0, 4.0, 6.0, 8.0][:steps])] * 2
 
 
-def test_what_is_ignored_is_reported_and_not_judged() -> None:
+def test_what_is_ignored_is_reported_and_not_checked() -> None:
     trend = Trend()
     watch = LossMonitor(World(alone(), torch.device("cpu")), trend, is_on=False, batch_size=64, patience=100)
     watch.add(torch.tensor(NAN))
     watch.update(StepInfo(epoch=1, step=1, position=0, learning_rate=0.1))
     assert math.isnan(watch.share())
-    assert (watch.judge(NAN), watch.judge_all([torch.zeros(1)]), watch.is_stable) == (None, None, True)
+    assert (watch.check(NAN), watch.check_all([torch.zeros(1)]), watch.is_stable) == (None, None, True)
     assert math.isnan(watch.loss_since_last_log())
     assert not watch.has_loss_to_log
     assert trend == Trend()

@@ -28,7 +28,7 @@ _FLAGS += "--target-accuracy 2 --epochs 2 --warmup-epochs 1.5 --decay cosine --n
 _FLAGS += "--checkpoint-every 7 --keep-checkpoints 99"
 FACTS = Facts(num_train=60_000, num_validation=10_000, train_bytes=60_000 * 792)
 BEGAN = ResolvedBatch(
-    global_batch_size=64, learning_rate=0.02, warmup_start=0.01, num_workers=2, batch_per_pass=32
+    global_batch_size=64, learning_rate=0.02, warmup_start=0.01, num_workers=2, micro_batch_size=32
 )  # as 2 workers with --batch-size 32 and --base-lr 0.01 begin
 
 

@@ -112,7 +112,7 @@ def test_micro_batches_that_the_user_changes_are_as_large_as_that_makes_them_fro
     plan = _resume("--accumulate 1", num_workers=1)
     assert (plan.global_batch_size, plan.accumulate, _said(plan, "changed")) == (128, 1, "--accumulate 1 (2 before)")
     again = _resume(num_workers=1)
-    assert (again.accumulate, again.initial.num_workers, again.initial.batch_per_pass) == (1, 2, 128)
+    assert (again.accumulate, again.initial.num_workers, again.initial.micro_batch_size) == (1, 2, 128)
 
 
 def test_fewer_workers_take_a_batch_of_one_sample_for_each_of_those_before() -> None:
@@ -280,7 +280,7 @@ def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     config = options.make_config({}, find_task("fashion-mnist").Options)
     effect = ResolvedBatch(
-        global_batch_size=64, learning_rate=0.02, warmup_start=0.01, num_workers=2, batch_per_pass=32
+        global_batch_size=64, learning_rate=0.02, warmup_start=0.01, num_workers=2, micro_batch_size=32
     )
     run = tmp_path / "runs" / "old"
     run.mkdir(parents=True)

@@ -34,7 +34,7 @@ def rescale_on_resume(config: TrainConfig, layout: Layout) -> tuple[TrainConfig,
     if changed.keys() & (_BATCH - {"batch_size"} if becomes_auto else _BATCH):
         return replace(config, resumed=None), None
     if "accumulate" in changed:
-        before = replace(before, batch_per_pass=None)  # micro-batches may be larger than before
+        before = replace(before, micro_batch_size=None)  # micro-batches may be larger than before
     as_new = replace(config, resumed=None)
     if config.batch.batch_size == "auto" and before.batch_per_worker is not None:
         as_new = replace(as_new, batch=replace(config.batch, batch_size=before.batch_per_worker))
@@ -98,12 +98,12 @@ def _scaled(
 def _limit_micro_batch(config: TrainConfig, layout: Layout, facts: Facts, now: ResolvedBatch) -> TrainConfig:
     """The settings with micro-batches no larger than at the start."""
     # Workers of a group share the model, and so have room for more samples than one worker.
-    if now.batch_per_pass is None or config.batch.batch_size == "auto" or layout.sharer == "group":
+    if now.micro_batch_size is None or config.batch.batch_size == "auto" or layout.sharer == "group":
         return config
     if config.speed.sync_batch_norm:  # its statistics are those of a whole micro-batch
         return config
     samples, workers = min(now.global_batch_size, facts.num_train), layout.data_size * layout.devices_per_worker
-    needed = math.ceil(math.ceil(samples / workers) / now.batch_per_pass)
+    needed = math.ceil(math.ceil(samples / workers) / now.micro_batch_size)
     # Every part of a batch needs a sample, so with few samples a micro-batch may be larger than at the start.
     accumulate = max(config.batch.accumulate, min(needed, samples // workers))
     return replace(config, batch=replace(config.batch, accumulate=accumulate))
@@ -115,11 +115,11 @@ def initial_batch(
     """The batch from which later resumes compute theirs: that of the first start."""
     before, each = config.resumed, math.ceil(micro_batch_size / layout.devices_per_worker)
     if before is not None and before.num_workers is not None:
-        return replace(before, batch_per_pass=before.batch_per_pass or each, data_sha256=facts.data_sha256)
+        return replace(before, micro_batch_size=before.micro_batch_size or each, data_sha256=facts.data_sha256)
     return replace(
         found,
         num_workers=layout.data_size * layout.devices_per_worker,
-        batch_per_pass=each,
+        micro_batch_size=each,
         batch_per_worker=per_worker(config),
         data_sha256=facts.data_sha256,
     )
