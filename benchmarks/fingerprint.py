@@ -40,17 +40,8 @@ PARTS = ("weights", "order", "metrics")
 EPOCH = ("epoch", "step", "samples_seen", "train_loss", "learning_rate", "validation")
 SUMMARY = (
     *("strategy", "mesh", "precision", "world_size", "global_batch_size", "micro_batch_size", "accumulate"),
-    *(
-        "stopped_by",
-        "epochs_run",
-        "steps",
-        "samples_seen",
-        "samples_trained",
-        "best_validation_loss",
-        "num_resumes",
-        "num_rollbacks",
-    ),
-    *("noise_scale", "noise_scale_low", "noise_scale_high"),
+    *("stopped_by", "epochs_run", "steps", "samples_seen", "samples_trained", "best_validation_loss"),
+    *("num_resumes", "num_rollbacks", "noise_scale", "noise_scale_low", "noise_scale_high"),
 )
 _TIMEOUT_S = 300.0
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "safetensors.torch"]

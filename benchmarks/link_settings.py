@@ -95,7 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     data = data_folder(options.data_folder)
     devices = find_devices() if options.device == "cuda" else cpu_processes(options.workers)
     if devices.are_shared or len(devices) < options.workers:
-        print(f"stormo: {devices.machine} were found: cut a GPU with `stormo doctor --slices 7`", file=sys.stderr)
+        print(
+            f"stormo: slices are needed and this is {devices.machine}: cut a GPU with `stormo doctor --slices 7`",
+            file=sys.stderr,
+        )
         return 2
     devices = devices.take(0, options.workers)
     settings: list[dict[str, str]] = [{}, *CANDIDATES]

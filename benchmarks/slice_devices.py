@@ -57,7 +57,7 @@ def find_devices(count: int = 7) -> Devices:
     """Every slice that this process may use; where no GPU is cut, `count` ranks that share the whole ones."""
     gpus = visible_gpus()
     names = tuple(gpu.uuid for gpu in gpus)  # of slices alone
-    told = f"{len(gpus)} × {', '.join(sorted({gpu.name for gpu in gpus}))}"
+    told = f"{len(gpus)} × {', '.join(sorted({gpu.name for gpu in gpus}))}" if gpus else "no GPU"
     if gpus and not gpus[0].slice_of:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
         names = tuple(itertools.islice(itertools.cycle(shown.split(",")), count))

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_speed_of_turns = options.only != "exactness" and devices.are_shared
     if is_speed_of_turns or len(devices) < (2 if options.quick else LEAST):
         print(
-            f"stormo: {devices.machine} were found and this benchmark needs {LEAST} slices of a GPU: cut one with "
+            f"stormo: this benchmark needs {LEAST} slices of a GPU and found {devices.machine}: cut one with "
             "`stormo doctor --slices 7` as root, or `nvidia-smi -i 0 -mig 1; nvidia-smi mig -i 0 "
             "-cgi 19,19,19,19,19,19,19 -C`.",
             file=sys.stderr,

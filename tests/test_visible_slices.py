@@ -181,6 +181,7 @@ def test_workers_that_see_one_slice_each_are_joined_over_sockets(monkeypatch: py
     launched = Launched(launcher="slurm", world_size=4, local_size=4, num_nodes=1, gpus_on_node=4)
     layout = resolve_layout(make_config({}, None), visible_gpus(), launched)
     assert layout.shares_a_gpu
+    assert not layout.may_share  # a slice that two tasks see is refused when they have met
     text = dict(layout.explanation)["workers"]
     assert text.startswith("4 = 1 node × 4 slices (1g.18gb) (started by slurm; ")
     assert "nccl over loopback sockets: workers on one GPU have no direct path" in text
@@ -219,7 +220,7 @@ def test_workers_share_a_whole_gpu_only_if_asked() -> None:
     with pytest.raises(SettingError, match="--backend gloo to let workers share"):  # which sets no NCCL_HOSTID
         resolve_layout(config, [H200], launched)
     for backend in ("gloo", "nccl"):
-        with pytest.raises(SettingError, match="each worker needs its own"):
+        with pytest.raises(SettingError, match=r"needs its own; set --num-gpus 1, or --strategy ddp\.$"):
             resolve_layout(make_config({"num_gpus": 4, "backend": backend, "strategy": "dp"}, None), [H200])
 
 

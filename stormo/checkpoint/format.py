@@ -3,7 +3,7 @@
 `step-00000123/` holds `state.json`, `manifest.json` and, by format version:
 
 - 1: whole tensors, written by one process: `model.safetensors`, `optimizer.safetensors`, `ranks.safetensors`;
-- 3: chunks of tensors, `shard-00000.safetensors` of each rank with an `index-00000.json`; `index.json` names the ranks
+- 4: chunks of tensors, `shard-00000.safetensors` of each rank with an `index-00000.json`; `index.json` names the ranks
   that hold each tensor.
 
 A second save of one step is first published as `step-00000123.1`: the higher number wins wherever both exist.
@@ -25,7 +25,7 @@ from stormo.errors import EXIT_USAGE, StormoError
 from stormo.system.files import fits
 
 FORMAT_NAME = "stormo-checkpoint"
-WHOLE, SHARDED = 1, 3  # the format versions
+WHOLE, SHARDED = 1, 4  # the format versions; no other was ever in a release
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RANKS = "ranks.safetensors"

@@ -311,7 +311,7 @@ class Reader:
         return self._parsed(INDEX, lambda data: parse_index(data, self.manifest.files))
 
     def rank_index(self, rank: int) -> Index:
-        """What one rank holds of all sections; in version 3 alone."""
+        """What one rank holds of all sections; in version 4 alone."""
         if rank not in self._rank_indexes:
             size_bytes = self.manifest.files[shard_name(rank)].size_bytes
             index = self._parsed(rank_index_name(rank), lambda data: parse_rank_index(data, rank, size_bytes))

@@ -62,8 +62,8 @@ class Layout:
 
     @property
     def may_share(self) -> bool:
-        """Whether workers may take one GPU: Gloo lets them, and NCCL where it is set up for it."""
-        return self.backend == "gloo" or self.shares_a_gpu
+        """Whether workers may take one device: Gloo lets them, and NCCL where it is set up for it."""
+        return self.backend == "gloo" or (self.shares_a_gpu and not self.slices)
 
     @property
     def spec(self) -> StrategySpec:
@@ -91,7 +91,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     workers = config.workers
     _check_workers(config)
     device_type, device_reason = _device(config, gpus)
-    is_one_process = workers.strategy in names(lambda row: row.is_one_process)
+    is_one_process = _is_one_process(config)
     if launched:
         per_node, num_nodes, world_size = launched.local_size, launched.num_nodes, launched.world_size
         origin = f"started by {launched.launcher}"
@@ -235,16 +235,23 @@ def _check_gpus(config: TrainConfig, per_node: int, gpus: Sequence[Gpu], launche
                 if launched is not None and launched.launcher == "slurm"
                 else f"set --num-gpus {num_visible}"
             )
-            + f", or --device cpu, or --backend {_sharing_backend(launched)} to let workers share a {kind}",
+            + _or_share(config, launched, kind),
         )
 
 
 def _may_share(config: TrainConfig, launched: Launched | None) -> bool:
     """Whether workers may share GPUs: only if asked, and over NCCL only where stormo starts them."""
-    workers = config.workers
-    if SPECS[DDP if workers.strategy == "auto" else workers.strategy].is_one_process:
-        return False
-    return workers.backend in ("gloo", _sharing_backend(launched))
+    return not _is_one_process(config) and config.workers.backend in ("gloo", _sharing_backend(launched))
+
+
+def _or_share(config: TrainConfig, launched: Launched | None, kind: str) -> str:
+    if _is_one_process(config):
+        return f", or --strategy {DDP}"
+    return f", or --device cpu, or --backend {_sharing_backend(launched)} to let workers share a {kind}"
+
+
+def _is_one_process(config: TrainConfig) -> bool:
+    return config.workers.strategy in names(lambda row: row.is_one_process)
 
 
 def _sharing_backend(launched: Launched | None) -> str:

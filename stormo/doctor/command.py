@@ -298,7 +298,7 @@ def _measure_job(
         preflight.connect()
         found = preflight.gather("machine", lambda: _check_node(rank_info), _NODE_CHECK_S * len(_NODE_CHECKS))
         machines = merged([Finding(**finding) for findings in found for finding in findings])
-        device = device_of(layout.device_type, rank_info, store, may_share=layout.backend == "gloo")
+        device = device_of(layout.device_type, rank_info, store, may_share=layout.may_share)
         world = preflight.join(lambda: World(rank_info, device, store=store, backend=layout.backend, timeout_s=limit_s))
         preflight.measure(device)
         code = int(preflight.decide(lambda: exit_code([*machines, *preflight.findings()])))

@@ -138,6 +138,7 @@ def equal_settings(settings: Mapping[str, str], layout: Layout) -> dict[str, Any
         "the release of stormo": __version__,
         "the device": layout.device_type,
         "the communication library": layout.backend,
+        "whether workers share a GPU": str(layout.shares_a_gpu),
     }
     return {"digest": hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest(), "options": settings}
 

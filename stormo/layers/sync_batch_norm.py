@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
@@ -220,7 +220,24 @@ class SyncBatchNorm(BatchNormBase, SynchronisedNorm):
 def synchronised(plain: type[nn.Module]) -> type[SyncBatchNorm]:
     """The class of a converted layer, a subclass of its own."""
     # pickle compares the class it writes with the layer's `__class__`.
-    return variant("Sync", SyncBatchNorm, plain, __class__=property(operator.attrgetter("plain"), _become))
+    return variant("Sync", SyncBatchNorm, plain, __class__=property(_shown_class, _become))
+
+
+_shows_own_class: ContextVar[bool] = ContextVar("shows_own_class", default=False)
+
+
+@contextmanager
+def own_classes() -> Iterator[None]:
+    """Within it, `__class__` of a converted layer is its own class: torch derives that of a sharded layer from it."""
+    token = _shows_own_class.set(True)
+    try:
+        yield
+    finally:
+        _shows_own_class.reset(token)
+
+
+def _shown_class(layer: SyncBatchNorm) -> type[nn.Module]:
+    return type(layer) if _shows_own_class.get() else layer.plain
 
 
 def _become(layer: Any, kind: type[Any]) -> None:

@@ -111,30 +111,21 @@ class GradientExchange:
         self._has_earlier = False
         for bucket in self._buckets:
             bucket.arm()
-        held = self.count_once()
-        known = {id(gradient) for _, gradient, _ in held}
-        gradients = (parameter.grad for bucket in self._buckets for parameter in bucket.parameters)
-        self._has_earlier = any(gradient is not None and id(gradient) not in known for gradient in gradients)
-        self._held = held
+            for parameter in bucket.parameters:
+                gradient = parameter.grad
+                version = take_mark(gradient)
+                if gradient is None:
+                    continue
+                if version is None:  # no sum of a step before
+                    self._has_earlier = True
+                    continue
+                self._held.append((parameter, gradient, version))
+                if not self._world.is_main:
+                    parameter.grad = None  # all have the same: only rank 0 adds it to the new sum
         self._before, self._after = before, None
         if before is not None:
             before._after = self
         self._is_armed = True
-
-    def count_once(self) -> list[tuple[Tensor, Tensor, int]]:
-        """Before a step adds to the sums of the step before: keep them on rank 0 alone, as all workers have the same.
-
-        Returns them with their parameters and marks.
-        """
-        held: list[tuple[Tensor, Tensor, int]] = []
-        for parameter in [parameter for bucket in self._buckets for parameter in bucket.parameters]:
-            gradient = parameter.grad
-            version = take_mark(gradient)
-            if gradient is not None and version is not None:
-                held.append((parameter, gradient, version))
-                if not self._world.is_main:
-                    parameter.grad = None
-        return held
 
     def send_rest(self) -> None:
         """After that backward: send the remaining buckets. All of several models do it before one finishes."""

@@ -24,6 +24,7 @@ from stormo.data.loaders import Batch
 from stormo.distributed.parallel_dims import MODEL, ParallelDims
 from stormo.distributed.world import World
 from stormo.errors import SettingError
+from stormo.layers.sync_batch_norm import own_classes
 from stormo.optim.global_norms import GlobalSquares
 from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.muon import Muon
@@ -386,12 +387,13 @@ def require_rows(model: nn.Module, instead: str = "--strategy ddp") -> None:
             )
         if not parameter.is_contiguous():
             raise SettingError(
-                f"the parameter {name} is not contiguous in memory, as after a transpose",
+                f"the parameter {name} is not contiguous in memory, as after a transpose or channels_last",
                 "the axis shard cuts parameters by their rows",
                 f"make it of a .contiguous() tensor, or set {instead}",
             )
 
 
+@own_classes()
 def shard(
     model: nn.Module,
     units: Sequence[str],

@@ -72,8 +72,8 @@ class Backward:
         if source is not None and count is None and reduction is None:
             self._check_reduction(loss, source, site, post)
         weight = self._weight(source, count, post, is_sum=is_sum)
-        for group in groups if not (loop.is_accumulating or is_last) else []:  # `arm` does it for a single micro-batch
-            group.exchange.count_once()
+        for group in groups if not (loop.is_accumulating or is_last) else []:
+            group.set_aside()
         try:
             before = None
             for group in groups[::-1] if is_last else []:  # what was wrapped last computes last
@@ -85,6 +85,7 @@ class Backward:
         except BaseException as error:
             for group in groups:
                 group.exchange.cancel()
+                group.put_back()
             loop.check.break_off(
                 StormoError(f"a backward failed on rank {loop.world.rank} ({error}), which the others wait for.")
             )
@@ -244,6 +245,8 @@ class Backward:
             if divisor != 1.0:
                 group.divide(divisor)
             group.end_backward()
+        for group in self._loop.groups:
+            group.put_back()
 
     def _trained_groups(self) -> list[Group]:
         """Those that got a gradient on some worker: of several, such as a GAN's, the others are not exchanged."""

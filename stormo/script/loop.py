@@ -246,6 +246,8 @@ class LoaderBase:
                 self._end_iteration(is_complete=is_complete)
 
     def _end_iteration(self, *, is_complete: bool) -> None:
+        if self.trains and self.batch_info is not None and not self.batch_info.is_last:  # its step never ends
+            self.loop.is_accumulating = self.loop.has_micro_batch = False
         self._iteration = self.batch_info = None
         self.loop.iterating.remove(self)
         # After a break the next loop is a new epoch, as with any loader; unless the script breaks off to stop.

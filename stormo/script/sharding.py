@@ -60,9 +60,10 @@ def shard_models(loop: Loop, models: list[nn.Module], optimizers: list[Optimizer
                 # world.backward gives every worker's loss its weight, so gradients are summed.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                # Scripts also forward without a backward, after which parameters must be the shards again.
+                module.set_reshard_after_forward(True, recurse=False)
         # Before torch's own hook, which gathers weights: a worker that is refused would leave the others in it.
         model.register_forward_pre_hook(lambda *_: _before_forward(loop), prepend=True)
-        model.register_forward_hook(_after_forward)
     cut = {(number, name): p for number, model in enumerate(models) for name, p in model.named_parameters()}
     for optimizer in optimizers:
         for settings in optimizer.param_groups:
@@ -78,12 +79,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "workers would each step a part of a layer, and it is not known to step every element independently",
             'set strategy="ddp", or elementwise = True in its class if it does',
         )
-
-
-def _after_forward(model: nn.Module, *_: Any) -> None:
-    """Without a backward nothing else would turn gathered weights back into the shards that the optimizer has."""
-    if not torch.is_grad_enabled():
-        model.reshard()  # type: ignore[operator]
 
 
 def _before_forward(loop: Loop) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from traceback import walk_stack
 from types import MethodType
 from typing import Any
@@ -64,8 +64,10 @@ class OptimizerGate:
 
     def _zero_grad(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._loop.has_micro_batch:
+            self._group.require_settled(self.parameters)
             return None
         self.cleared()
+        self._group.forget(self.parameters)
         return _clear(self._loop, inner, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -154,6 +156,8 @@ class Group:
         self.averages_buffers = average_buffers
         self._partial: list[tuple[Tensor, int]] = []  # weights and gradients of a micro-batch, with their versions
         # Posts come first: gradients of different sizes must not meet.
+        self._left: dict[Tensor, Tensor] = {}  # gradients of the step before, while micro-batches add up
+        self._settled: dict[Tensor, int] = {}  # versions of the gradients after the last whole micro-batch
         self.exchange = (ShardedExchange if is_sharded else GradientExchange)(
             model,
             loop.world,
@@ -190,6 +194,7 @@ class Group:
         if self.loop.is_accumulating:
             self.require_untouched()
             return
+        self._left = {}
         trained = (p.grad for p in self.model.parameters() if p.grad is not None and p.requires_grad)
         gradient = next(trained, None)
         if gradient is not None and self.loop.world.size > 1 and not (self.is_sharded or is_summed(gradient)):
@@ -199,11 +204,31 @@ class Group:
                 "call world.backward() for every loss, or optimizer.zero_grad() before it",
             )
 
+    def set_aside(self) -> None:
+        """Before the first of several micro-batches: what the step before has left is not summed or divided again."""
+        self._left = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+        for parameter in self._left:
+            parameter.grad = None
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Clear what was set aside of these."""
+        for parameter in parameters:
+            self._left.pop(parameter, None)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Add what was set aside."""
+        for parameter, gradient in self._left.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._left = {}
+
     def end_micro_batch(self) -> None:
         """Note gradients and weights after a micro-batch that is not the last of its step."""
         # Weights without a gradient may change at any time: an average follows them.
         both = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         self._partial = [(tensor, tensor._version) for pair in both for tensor in pair]
+        if not self.loop.awaits_more:
+            self._settled = {p: gradient._version for p, gradient in both}
 
     def end_backward(self) -> None:
         """The gradients are complete."""
@@ -238,6 +263,17 @@ class Group:
                 "pass every optimizer and loss scaler to world.wrap(), and clip with world.clip_grad_norm(...)",
             )
 
+    def require_settled(self, parameters: list[Tensor]) -> None:
+        """Refuse a `zero_grad` after some losses of a micro-batch that is not the first: it would clear the others."""
+        if self.loop.awaits_more and any(
+            p.grad is not None and p.grad._version != self._settled.get(p) for p in parameters
+        ):
+            raise SettingError(
+                "zero_grad() was called between two losses of a batch with accumulate above 1",
+                "what the batches before have added would be cleared too",
+                "call it before the first loss of a batch, or leave accumulate out",
+            )
+
     def require_wrapped(self, what: str) -> None:
         """Refuse an optimizer, scheduler or loss scaler that acts on every micro-batch, or is missing in a save."""
         scheduled = [other.optimizer for other in self.others if hasattr(other, "optimizer")]
@@ -269,11 +305,13 @@ class Group:
 
     def _zero_grad(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop.has_micro_batch:
+            self.require_settled(list(module.parameters()))
             return None
         cleared = set(module.parameters())
         for gate in self.gates:
             if cleared.issuperset(gate.parameters):
                 gate.cleared()
+        self.forget(cleared)
         return _clear(self.loop, inner, *args, **kwargs)
 
 

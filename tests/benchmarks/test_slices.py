@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,7 +92,9 @@ def test_without_slices_or_data_it_says_what_to_do(
 ) -> None:
     _cut(monkeypatch, 4)
     assert slices.main([]) == 2
-    assert "this benchmark needs 7 slices of a GPU: cut one with `stormo doctor" in _error(capsys)
+    assert re.search(
+        "needs 7 slices of a GPU and found 4 × NVIDIA H200 MIG 1g.18gb, .*: cut one with `stormo", _error(capsys)
+    )
     _cut(monkeypatch, 7)
     with pytest.raises(SystemExit) as ended:
         slices.main(["--data-folder", str(tmp_path)])

@@ -289,8 +289,8 @@ GOOD_ENTRY = {"size_bytes": 1, "sha256": "a" * 64}
         (sealed(files=entries(**{"state.json": {"size_bytes": True, "sha256": "a" * 64}})), "valid size"),
         (sealed(files=entries(**{"state.json": {"size_bytes": 1, "sha256": "A" * 64}})), "valid size"),
         (sealed(files=entries(**{"state.json": None})), "valid size"),
-        (sealed(version=2), "format version 2, this stormo reads versions 1 and 3"),
-        (sealed(version=4), "format version 4, this stormo reads versions 1 and 3"),
+        (sealed(version=2), "format version 2, this stormo reads versions 1 and 4"),
+        (sealed(version=3), "format version 3, this stormo reads versions 1 and 4"),
         (sealed(version=True), "format version True"),
         (sealed(version=None), "format version None"),
         (sealed(format="other"), "not the manifest of a stormo checkpoint"),
@@ -508,7 +508,7 @@ def test_a_resealed_index_is_refused_with_a_reason(tmp_path: Path, monkeypatch: 
 )
 def test_hostile_manifests_of_shards_are_refused_with_a_reason(changes: dict[str, Any], words: str) -> None:
     files = dict.fromkeys((INDEX, STATE, "shard-00000.safetensors", "index-00000.json"), GOOD_ENTRY)
-    good = {"version": 3, "digest_of": "chunks", "files": files}
-    assert parse_manifest(sealed(**good)).version == 3
+    good = {"version": 4, "digest_of": "chunks", "files": files}
+    assert parse_manifest(sealed(**good)).version == 4
     with pytest.raises(ValueError, match=words):
         parse_manifest(sealed(**{**good, **changes}))

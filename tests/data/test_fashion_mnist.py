@@ -536,6 +536,14 @@ def test_reading_gives_contiguous_tensors_of_the_right_values(tmp_path: Path, pa
     assert read(folder, "validation", release=SMALL)[0][0].any()
 
 
+def test_a_cut_file_that_was_found_is_named_by_whoever_reads_it(tmp_path: Path) -> None:
+    home = fill(tmp_path / "fashion-mnist", packed=True)
+    cut(home / "train-images.gz")
+    found = find_or_fetch(None, cache=tmp_path, release=SMALL, sources=sources(), offline=True)
+    with pytest.raises(SettingError, match="replace or remove that file"):
+        read(found, "train", release=SMALL)
+
+
 @pytest.mark.parametrize(
     ("packed", "damage", "reason"),
     [

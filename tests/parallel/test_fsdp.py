@@ -132,6 +132,21 @@ def test_batch_norms_are_sharded_in_half_precision(run_ranks: Ranks, more: dict[
     np.testing.assert_allclose(sharded, gathered, rtol=0.03)
 
 
+def _statistics(world: World, strategy: str) -> list[Any]:
+    parts = build(world, {}, strategy=strategy, precision="bf16", global_batch_size=16, sync_batch_norm=True)
+    steps(parts, 3)
+    return [buffer.numpy().copy() for _, buffer in parts.strategy.named_buffers()]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_batch_norms_that_are_units_of_their_own_stay_synchronised(run_ranks: Ranks, strategy: str) -> None:
+    first, second = run_ranks(_statistics, 2, strategy)
+    replicas, _ = run_ranks(_statistics, 2, "ddp")
+    for own, other, expected in zip(first, second, replicas, strict=True):
+        np.testing.assert_array_equal(own, other)
+        np.testing.assert_allclose(own, expected, rtol=0.05, atol=0.02)
+
+
 class OwnSgd(Words):
     """Brings an optimizer by the names of its layers; the positions stay as they are."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.command import relative_difference
 from stormo.distributed.world import World as Workers
@@ -45,11 +45,11 @@ class Rooted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(4))
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.first, self.last, self.norm = nn.Linear(4, 8), nn.Linear(8, 2), nn.BatchNorm1d(8)
         self.blocks = nn.ModuleList([Block(), Block()])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x * self.scale)
+        x = self.norm(self.first(x * self.scale))
         for block in self.blocks:
             x = block(x)
         found: Tensor = self.last(x)
@@ -110,16 +110,16 @@ def test_the_same_over_nccl() -> None:
     assert relative_difference(found, expected) < 1e-10
 
 
-def _changed_after_evaluations(workers: Workers, strategy: Any) -> Weights:
+def _changed_after_evaluations(workers: Workers, strategy: Any, precision: Any, has_graph: bool) -> Weights:
     """An optimizer that is made, and parameters that are frozen and changed, each after an evaluation."""
     world = world_of(workers)
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64 if precision == "fp32" else torch.float32)
     torch.manual_seed(5)
-    model = world.wrap(Rooted(), strategy=strategy)
-    loader, checks = world.loader(DataLoader(data(32), batch_size=8)), world.loader(DataLoader(data(9), batch_size=9))
+    model = world.wrap(Rooted(), strategy=strategy, precision=precision)
+    loader, checks = (world.loader(DataLoader(_inputs(count), batch_size=8)) for count in (32, 16))
 
     def evaluate() -> None:
-        with torch.no_grad():
+        with torch.set_grad_enabled(has_graph):
             for x, _ in checks:
                 model(x)
 
@@ -131,14 +131,22 @@ def _changed_after_evaluations(workers: Workers, strategy: Any) -> Weights:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
-        world_loop(world, model, optimizer, loader, 1)
+        world_loop(world, model, optimizer, loader, 1, max_norm=0.5)
     return whole_tensors(model.state_dict(), workers)
 
 
-def test_after_an_evaluation_the_parameters_are_the_shards_again(run_ranks: Ranks) -> None:
-    expected, *_ = run_ranks(_changed_after_evaluations, 1, "ddp")
-    found, *_ = run_ranks(_changed_after_evaluations, 2, "fsdp")
-    assert relative_difference(found, expected) < 1e-12
+def _inputs(count: int) -> TensorDataset:
+    return TensorDataset(*(tensor.to(torch.get_default_dtype()) for tensor in data(count).tensors))
+
+
+@pytest.mark.parametrize("has_graph", [False, True])
+@pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-12), ("bf16", 0.05)])
+def test_after_an_evaluation_the_parameters_are_the_shards_again(
+    run_ranks: Ranks, precision: str, limit: float, has_graph: bool
+) -> None:
+    expected, *_ = run_ranks(_changed_after_evaluations, 1, "ddp", precision, has_graph)
+    found, *_ = run_ranks(_changed_after_evaluations, 2, "fsdp", precision, has_graph)
+    assert relative_difference(found, expected) < limit
 
 
 def _part(workers: Workers, folder: str, strategy: Any, num_epochs: int) -> Weights:

@@ -143,6 +143,13 @@ def save_in_an_inner_loop(world: World, model: nn.Module, optimizer: Any) -> Non
                 world.save("never")
 
 
+def clears_between_losses(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world, accumulate=2):
+        world.backward(_loss(model, batch), more=True)
+        optimizer.zero_grad()
+        world.backward(_loss(model, batch))
+
+
 REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
     a_number: "world.backward() was given a float",
     no_gradient: "world.backward() was given a tensor of shape [] without a gradient",
@@ -162,6 +169,7 @@ REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
     save_a_model: "a Net was to be saved (extra/0/model)",
     counts_of_nothing: "world.backward() was called with counts that add up to 0",
     a_count_below_zero: "world.backward(count=-1) was called",
+    clears_between_losses: "zero_grad() was called between two losses of a batch with accumulate above 1",
     save_in_an_inner_loop: "world.save() was called in a training loop inside the loop over another loader",
 }
 
@@ -356,8 +364,8 @@ def _kept_gradients(workers: Workers, change: str) -> Weights:
     """Gradients stay from step to step, as they are or changed."""
     world = world_of(workers)
     model, optimizer = world.wrap(*make(has_norm=False))
-    for batch in _loader(world, accumulate=2):
-        world.backward(_loss(model, batch))
+    for batch in world.loader(DataLoader(data(), batch_size=8), accumulate=2):
+        world.backward(_loss(model, batch), count=len(batch[0]) if change == "counted" else None)
         if change == "clipped":
             world.clip_grad_norm(model.parameters(), 0.3)
         optimizer.step()
@@ -368,11 +376,50 @@ def _kept_gradients(workers: Workers, change: str) -> Weights:
     return weights(model)
 
 
-@pytest.mark.parametrize("change", ["", "clipped", "decayed"])
-def test_kept_gradients_count_once(run_ranks: Ranks, change: str) -> None:
-    (alone,) = run_ranks(_kept_gradients, 1, change)
-    for found in run_ranks(_kept_gradients, 3, change):
-        assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in alone.items())
+def _plain_kept_gradients(change: str) -> Weights:
+    model, optimizer = make(has_norm=False)
+    for batch in DataLoader(data(), batch_size=8):
+        _loss(model, batch).backward()
+        if change == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        if change == "decayed":
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+    return weights(model)
+
+
+@pytest.mark.parametrize("change", ["", "clipped", "decayed", "counted"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_kept_gradients_count_once(run_ranks: Ranks, size: int, change: str) -> None:
+    expected = _plain_kept_gradients(change)
+    for found in run_ranks(_kept_gradients, size, change):
+        assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in expected.items())
+
+
+def _breaks_inside_a_step(workers: Workers) -> Weights:
+    """The second epoch starts after a break between two micro-batches."""
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    loader = world.loader(DataLoader(data(32), batch_size=8), accumulate=2)
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            optimizer.zero_grad()
+            world.backward(_loss(model, batch))
+            optimizer.step()
+            if number == 2 - epoch:  # of six micro-batches: in the middle of the second step, at the end of the first
+                break
+    return weights(model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_a_break_has_cut_off_is_forgotten(run_ranks: Ranks, size: int) -> None:
+    model, optimizer = make(has_norm=False)
+    for _ in range(2):
+        plain_loop(model, optimizer, [next(iter(DataLoader(data(32), batch_size=8)))], 1)
+    for found in run_ranks(_breaks_inside_a_step, size):
+        assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in weights(model).items())
 
 
 # What goes wrong on some of the workers only; the sentences that all of them raise.
