@@ -7,8 +7,8 @@ Each slice is a device of its own, with a rank of its own. NCCL talks over loopb
 docs/slices.md. Stage `exactness`: every strategy, product of axes and optimizer against one process
 (`benchmarks.slice_exactness`); on a GPU that is not cut, seven ranks share it. Stage `speed`, on slices alone: the
 reference job beside hand-written loops, Accelerate and Lightning (`benchmarks.slice_speed`). Each takes about 9
-minutes; --budget-s starts nothing that would end later. With --store the figures go to benchmarks/results/slices.json;
-a stage that was not run keeps its stored ones. The last line is `RESULT workers=7 configurations=…
+minutes; --budget-s starts nothing that would end later. With --store the figures go to benchmarks/results/slices.json,
+or shared_gpu.json; a stage that was not run keeps its stored ones. The last line is `RESULT workers=7 configurations=…
 max_relative_difference_fp64=… ddp_vs_plain_4=… …`, nan for what was not measured.
 --device cpu --quick tries the benchmark itself on CPU processes; its figures mean nothing.
 """
@@ -32,6 +32,7 @@ from benchmarks.slice_devices import Devices, cpu_processes, find_devices
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "benchmarks" / "results" / "slices.json"
+SHARED = STORED.with_name("shared_gpu.json")  # of ranks that share a whole GPU
 LEAST = 7
 FIGURES = ("workers", "configurations", "max_relative_difference_fp64", *slice_speed.RATIOS)
 _EXACTNESS = FIGURES[:3]
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         details["speed"] = {"images_per_s": measured, "link": speed.link, "samples": options.samples}
         is_good = is_good and not math.isnan(figures["ddp_vs_plain_4"])
     if options.store:
-        store(STORED, devices, figures, details, options.commit or _commit())
+        store(SHARED if devices.are_shared else STORED, devices, figures, details, options.commit or _commit())
     print(result_line(figures))
     return 0 if is_good else 1
 
