@@ -155,9 +155,9 @@ class Group:
         self.is_trained = False
         self.averages_buffers = average_buffers
         self._partial: list[tuple[Tensor, int]] = []  # weights and gradients of a micro-batch, with their versions
-        # Posts come first: gradients of different sizes must not meet.
         self._left: dict[Tensor, Tensor] = {}  # gradients of the step before, while micro-batches add up
         self._settled: dict[Tensor, int] = {}  # versions of the gradients after the last whole micro-batch
+        # Posts come first: gradients of different sizes must not meet.
         self.exchange = (ShardedExchange if is_sharded else GradientExchange)(
             model,
             loop.world,
