@@ -66,6 +66,7 @@ class Backward:
             self._terms, self._last = {}, {}
         for group in groups:
             group.begin_backward()
+        loop.is_cut_off = False
         is_last = not more and (info is None or info.is_last)
         site = call_site()
         post = self._post_text(site, is_last=is_last, is_sum=is_sum)

@@ -59,12 +59,14 @@ class Loop:
     iterating: list[LoaderBase] = field(default_factory=list)  # in the middle of an epoch, the innermost last
     is_accumulating: bool = False  # between the backwards of a step
     has_micro_batch: bool = False  # of several of a step, one is complete
+    is_cut_off: bool = False  # a break has ended the last step in the middle, and may have left gradients
     is_stepping: bool = False  # inside of the step of a wrapped optimizer
     awaits_more: bool = False  # the last backward said more=True
     closure_losses: list[tuple[float, Tensor]] | None = None  # in a closure: the losses so far, each with its weight
     around_step: Callable[[], AbstractContextManager[None]] = nullcontext  # what watches steps, such as a profile
     has_sync_norm: bool = False
     has_shards: bool = False
+    replaced: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)  # by shards, by id
     saw_stop: bool = False  # the script has seen that it should stop
     num_loaders: int = 0
     warned: set[str] = field(default_factory=set)  # keys of warnings that were printed
@@ -248,6 +250,7 @@ class LoaderBase:
     def _end_iteration(self, *, is_complete: bool) -> None:
         if self.trains and self.batch_info is not None and not self.batch_info.is_last:  # its step never ends
             self.loop.is_accumulating = self.loop.has_micro_batch = False
+            self.loop.is_cut_off = True
         self._iteration = self.batch_info = None
         self.loop.iterating.remove(self)
         # After a break the next loop is a new epoch, as with any loader; unless the script breaks off to stop.

@@ -18,6 +18,7 @@ from stormo.distributed.parallel_dims import ParallelDims
 from stormo.distributed.world import World
 from stormo.errors import SettingError, pluralize
 from stormo.optim.sharded import steps_elementwise
+from stormo.parallel.buckets import put_mark
 from stormo.parallel.exchange import GradientExchange
 from stormo.parallel.units import units_of
 from stormo.script.loop import Loop
@@ -30,6 +31,13 @@ class ShardedExchange(GradientExchange):
     def is_touched(self) -> bool:
         """Whether this step has a gradient."""
         return any(parameter.grad is not None for parameter in self._model.parameters())
+
+    def finish(self) -> None:
+        """Mark the sums of the shards, as those of replicas are."""
+        super().finish()
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                put_mark(parameter.grad, parameter.grad._version)
 
     def _follow_model(self) -> None:
         self._signature = "shards"
@@ -69,6 +77,7 @@ def shard_models(loop: Loop, models: list[nn.Module], optimizers: list[Optimizer
         for settings in optimizer.param_groups:
             settings["params"] = [cut[whole[parameter]] for parameter in settings["params"]]
     loop.has_shards = True
+    loop.replaced.update({id(parameter): parameter for parameter in whole})
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -195,9 +195,11 @@ class Group:
             self.require_untouched()
             return
         self._left = {}
+        if self.loop.is_cut_off or self.loop.world.size == 1:
+            return
         trained = (p.grad for p in self.model.parameters() if p.grad is not None and p.requires_grad)
         gradient = next(trained, None)
-        if gradient is not None and self.loop.world.size > 1 and not (self.is_sharded or is_summed(gradient)):
+        if gradient is not None and not is_summed(gradient):
             raise SettingError(
                 "world.backward() was called on top of gradients that did not come from it",
                 "loss.backward() gives every worker its own gradient, which the sum would count once a worker",
@@ -206,7 +208,10 @@ class Group:
 
     def set_aside(self) -> None:
         """Before the first of several micro-batches: what the step before has left is not summed or divided again."""
-        self._left = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+        gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+        # What a step that a break has cut off has left is a part of this one.
+        is_alone = self.loop.world.size == 1
+        self._left = {p: gradient for p, gradient in gradients.items() if is_alone or is_summed(gradient)}
         for parameter in self._left:
             parameter.grad = None
 

@@ -254,6 +254,12 @@ def warn_of_unwrapped_optimizers(loop: Loop) -> None:
         # One that steps inside of a wrapped one is a part of it.
         if here is None or here.check.is_closed or here.is_stepping or not here.groups:
             return
+        if any(id(p) in here.replaced for settings in optimizer.param_groups for p in settings["params"]):
+            raise SettingError(
+                f"the {type(optimizer).__name__} that steps in {call_site()} was made before world.wrap()",
+                'strategy="fsdp" has replaced the parameters that it moves by shards',
+                "pass it along, world.wrap(model, optimizer, ...), or make it after that",
+            )
         if _is_unwrapped(optimizer, here):
             where = call_site()  # and not by the optimizer: a script may make one for every batch
             here.warn_once(

@@ -16,6 +16,8 @@ from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.script.sharding import whole_tensors
+from stormo.script.world import World
+from stormo.script.wrapping import warn_of_unwrapped_optimizers
 from tests.script.loops import Ranks, Weights, data, plain_loop, weights, world_loop, world_of
 
 
@@ -213,10 +215,24 @@ def _wrong(workers: Workers, kind: str) -> None:
         optimizer = torch.optim.LBFGS(model.parameters())
     if kind == "LBFGS later":
         world.wrap(torch.optim.LBFGS(world.wrap(model, strategy="fsdp").parameters()))
+    if kind in ("forgotten", "loss.backward()"):
+        _mistaken(world, model, optimizer, kind)
     world.wrap(model, *more, optimizer, **OPTIONS.get(kind, {"strategy": "fsdp"}))
     model.eval()
     for x, _ in world.loader(data(5), global_batch_size=4):
         model(x)
+
+
+def _mistaken(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """What is refused for replicas, in a loop over shards."""
+    world.wrap(*([model] if kind == "forgotten" else [model, optimizer]), strategy="fsdp")
+    warn_of_unwrapped_optimizers(world._loop)  # as `stormo.World()` does
+    for x, y in world.loader(data(16), global_batch_size=8):
+        optimizer.zero_grad()
+        if kind == "loss.backward()":
+            F.mse_loss(model(x), y).backward()
+        world.backward(F.mse_loss(model(x), y))
+        optimizer.step()
 
 
 def _refused(workers: Workers, kind: str) -> str:
@@ -238,6 +254,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ("stepped", "an optimizer that has stepped", 2),
         ("small batch", "a batch of 1 sample was given to a sharded model", 2),
         ("small batch, root", "a batch of 1 sample was given to a sharded model", 2),
+        ("forgotten", "was made before world.wrap(): strategy", 2),
+        ("loss.backward()", "on top of gradients that did not come from it", 2),
         ("LBFGS", "it is not known to step every element independently", 2),
         ("LBFGS later", "it is not known to step every element independently", 2),
         ("transposed", "the parameter 0.weight is not contiguous in memory", 2),

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError, StormoError
 from stormo.launch import alone
+from stormo.script.sharding import whole_tensors
 from stormo.script.world import World
 from tests.script.loops import Ranks, Weights, data, make, plain_loop, weights, world_loop, world_of
 
@@ -398,28 +399,39 @@ def test_kept_gradients_count_once(run_ranks: Ranks, size: int, change: str) -> 
         assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in expected.items())
 
 
-def _breaks_inside_a_step(workers: Workers) -> Weights:
-    """The second epoch starts after a break between two micro-batches."""
+def _breaks_inside_a_step(workers: Workers, strategy: Any, clears_first: bool) -> Weights:
+    """The second epoch starts after a break between two micro-batches, whose gradient is cleared or stays."""
     world = world_of(workers)
-    model, optimizer = world.wrap(*make(has_norm=False))
+    model, optimizer = world.wrap(*make(has_norm=False), strategy=strategy)
     loader = world.loader(DataLoader(data(32), batch_size=8), accumulate=2)
     for epoch in range(2):
         for number, batch in enumerate(loader):
-            optimizer.zero_grad()
+            if clears_first:
+                optimizer.zero_grad()
             world.backward(_loss(model, batch))
             optimizer.step()
-            if number == 2 - epoch:  # of six micro-batches: in the middle of the second step, at the end of the first
+            if number == 2 - epoch:  # in the middle of the second step; at the end of the first
                 break
-    return weights(model)
+            if not clears_first:
+                optimizer.zero_grad()
+    return whole_tensors(model.state_dict(), workers)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_step_that_a_break_has_cut_off_is_forgotten(run_ranks: Ranks, size: int) -> None:
+@pytest.mark.parametrize("clears_first", [True, False])
+@pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+def test_a_step_that_a_break_has_cut_off(run_ranks: Ranks, size: int, strategy: str, clears_first: bool) -> None:
     model, optimizer = make(has_norm=False)
+    first, second, *_ = DataLoader(data(32), batch_size=8)
     for _ in range(2):
-        plain_loop(model, optimizer, [next(iter(DataLoader(data(32), batch_size=8)))], 1)
-    for found in run_ranks(_breaks_inside_a_step, size):
-        assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in weights(model).items())
+        optimizer.zero_grad()
+        if not clears_first and optimizer.state:
+            half = [tensor[:4] for tensor in second]  # the micro-batch before the break
+            (_loss(model, half) / 2).backward()
+        _loss(model, first).backward()
+        optimizer.step()
+    expected = weights(model)
+    found, *_ = run_ranks(_breaks_inside_a_step, size, strategy, clears_first)
+    assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in expected.items())
 
 
 # What goes wrong on some of the workers only; the sentences that all of them raise.
