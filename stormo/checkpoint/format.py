@@ -25,7 +25,7 @@ from stormo.errors import EXIT_USAGE, StormoError
 from stormo.system.files import fits
 
 FORMAT_NAME = "stormo-checkpoint"
-WHOLE, SHARDED = 1, 4  # the format versions; no other was ever in a release
+WHOLE, SHARDED = 1, 4  # the format versions; 2 and 3 were of early development
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RANKS = "ranks.safetensors"
