@@ -61,9 +61,14 @@ class Layout:
         return _slices(self.gpus)
 
     @property
+    def shares_whole_gpus(self) -> bool:
+        """Whether there are more workers than GPUs, and these are not cut into slices."""
+        return self.shares_a_gpu and not self.slices
+
+    @property
     def may_share(self) -> bool:
         """Whether workers may take one device: Gloo lets them, and NCCL where it is set up for it."""
-        return self.backend == "gloo" or (self.shares_a_gpu and not self.slices)
+        return self.backend == "gloo" or self.shares_whole_gpus
 
     @property
     def spec(self) -> StrategySpec:

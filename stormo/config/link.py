@@ -89,7 +89,7 @@ def keeps_defaults(config: TrainConfig, layout: Layout) -> str:
     """Why NCCL's own settings stay unless the user asks to measure; empty where they may be changed."""
     if config.run.deterministic:
         return "with --deterministic every start has the same"
-    if layout.shares_a_gpu and not layout.slices:
+    if layout.shares_whole_gpus:
         return "workers that share a GPU wait longer for it than for the link"
     if layout.mesh.shard > 1:
         return "weights are gathered beside the computation, which more channels slow down"

@@ -114,8 +114,8 @@ class Loop:
     def without_statistics(self, is_padding: bool) -> Iterator[None]:
         """Keep a padding batch out of the models' statistics."""
         with ExitStack() as stack:
-            for group in self.groups:
-                stack.enter_context(absent(group.model, is_padding))
+            for group in self.groups if is_padding else []:
+                stack.enter_context(absent(group.model, True))
             yield
 
 
@@ -248,7 +248,7 @@ class LoaderBase:
                 self._end_iteration(is_complete=is_complete)
 
     def _end_iteration(self, *, is_complete: bool) -> None:
-        if self.trains and self.batch_info is not None and not self.batch_info.is_last:  # its step never ends
+        if self.trains and self.batch_info is not None and not self.batch_info.is_last:  # a break inside a step
             self.loop.is_accumulating = self.loop.has_micro_batch = False
             self.loop.is_cut_off = True
         self._iteration = self.batch_info = None

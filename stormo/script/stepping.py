@@ -209,7 +209,7 @@ class Group:
     def set_aside(self) -> None:
         """Before the first of several micro-batches: what the step before has left is not summed or divided again."""
         gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
-        # What a step that a break has cut off has left is a part of this one.
+        # Without a mark they are of a step that a break has cut off, and count in this one.
         is_alone = self.loop.world.size == 1
         self._left = {p: gradient for p, gradient in gradients.items() if is_alone or is_summed(gradient)}
         for parameter in self._left:

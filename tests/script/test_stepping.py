@@ -323,11 +323,7 @@ def _adversaries(workers: Workers, accumulate: int) -> Weights:
         world.backward(critic(fake).square().mean())
         generator_optimizer.step()
         critic_optimizer.step()
-    return {
-        f"{name}.{key}": value
-        for name, model in (("g", generator), ("c", critic))
-        for key, value in weights(model).items()
-    }
+    return weights(nn.ModuleList([generator, critic]))
 
 
 def _with_sgd(model: nn.Module) -> tuple[nn.Module, torch.optim.SGD]:
@@ -347,11 +343,7 @@ def _plain_adversaries() -> Weights:
         critic(fake).square().mean().backward()
         generator_optimizer.step()
         critic_optimizer.step()
-    return {
-        f"{name}.{key}": value
-        for name, model in (("g", generator), ("c", critic))
-        for key, value in weights(model).items()
-    }
+    return weights(nn.ModuleList([generator, critic]))
 
 
 @pytest.mark.parametrize(("size", "accumulate"), [(1, 1), (3, 1), (2, 2)])

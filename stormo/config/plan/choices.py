@@ -77,7 +77,7 @@ def peak_flops(layout: Layout, precision: str) -> float | None:
         return None
     peak = {"bf16": peaks[0], "fp16": peaks[0], "tf32": peaks[1] or peaks[2], "fp32": peaks[2]}[precision]
     num_devices = layout.world_size * layout.devices_per_worker
-    if layout.shares_a_gpu and not layout.slices:
+    if layout.shares_whole_gpus:
         num_devices = layout.num_nodes * len(layout.gpus)
     return peak * 1e12 * num_devices
 
